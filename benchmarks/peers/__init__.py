@@ -1,0 +1,1 @@
+"""What ours is compared with; one file each, at its best setting."""

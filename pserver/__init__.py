@@ -1,0 +1,51 @@
+"""A parameter server for PyTorch. The public names, and nothing else.
+
+Names are loaded on first use, so that command line tools that need no torch start fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pserver import autograd, errors, optim
+    from pserver.client.cluster import Cluster, ClusterStatistics, connect
+    from pserver.client.optimizers import DistributedModel, distribute
+    from pserver.core.sync import Bsp
+    from pserver.types import ClusterStatus, StepResult
+
+__all__ = [
+    "Bsp",
+    "Cluster",
+    "ClusterStatistics",
+    "ClusterStatus",
+    "DistributedModel",
+    "StepResult",
+    "autograd",
+    "connect",
+    "distribute",
+    "errors",
+    "optim",
+]
+
+_HOMES = {
+    "Bsp": "pserver.core.sync",
+    "Cluster": "pserver.client.cluster",
+    "ClusterStatistics": "pserver.client.cluster",
+    "ClusterStatus": "pserver.types",
+    "DistributedModel": "pserver.client.optimizers",
+    "StepResult": "pserver.types",
+    "connect": "pserver.client.cluster",
+    "distribute": "pserver.client.optimizers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:
+        return import_module(f"pserver.{name}")
+    raise AttributeError(f"module 'pserver' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

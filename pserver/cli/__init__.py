@@ -1,0 +1,1 @@
+"""The `pserver` command: `serve`, `launch` and `status`."""

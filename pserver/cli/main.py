@@ -1,0 +1,139 @@
+"""The `pserver` command line; each command imports what it needs, so that `--help` is quick."""
+
+import logging
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pserver.config import ServerSettings
+from pserver.errors import ConfigError, PserverError
+
+_DEFAULT = ServerSettings(name="s0")
+
+app = typer.Typer(
+    help="A parameter server for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class LogLevel(StrEnum):
+    """The levels of `logging`."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+@app.command()
+def serve(
+    name: Annotated[str, typer.Option(help="Name of this server, unique in its cluster.")] = _DEFAULT.name,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = _DEFAULT.port,
+    coordinator: Annotated[bool, typer.Option("--coordinator", help="Host the coordinator of a new cluster.")] = False,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join the cluster of this coordinator.")] = None,
+    min_servers: Annotated[
+        int | None, typer.Option(help="With --coordinator: servers to wait for before a model is placed. [default: 1]")
+    ] = None,
+    trainer_lease_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a trainer counts as dead.")
+    ] = _DEFAULT.trainer_lease_s,
+    server_lease_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a server counts as dead.")
+    ] = _DEFAULT.server_lease_s,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that a shutdown by SIGTERM waits for work under way.")
+    ] = _DEFAULT.drain_s,
+    log_level: Annotated[LogLevel, typer.Option(case_sensitive=False, help="What to log on stderr.")] = LogLevel.INFO,
+) -> None:
+    """Run one server until SIGTERM (in order) or SIGINT (at once).
+
+    When it answers, one line comes on stdout: pserver ready name=... address=... coordinator=...
+    """
+    if coordinator == (join is not None):
+        raise ConfigError(
+            "a server needs exactly one of --coordinator (host a new cluster) and --join HOST:PORT (join one), "
+            f"but got {'both' if coordinator else 'neither'}"
+        )
+    if join is not None and min_servers is not None:
+        raise ConfigError("--min-servers is for the server that has --coordinator; leave it out with --join")
+    settings = ServerSettings(
+        name=name,
+        host=host,
+        port=port,
+        join=join,
+        min_servers=_DEFAULT.min_servers if min_servers is None else min_servers,
+        trainer_lease_s=trainer_lease_s,
+        server_lease_s=server_lease_s,
+        drain_s=drain_s,
+    )
+    logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
+    from pserver.server.process import run_server
+
+    run_server(
+        settings,
+        on_ready=lambda address: print(
+            f"pserver ready name={name} address={address} coordinator={join or address}", flush=True
+        ),
+    )
+
+
+@app.command()
+def launch(
+    script: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="The training script; `pserver.connect()` finds the run."),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS...", show_default=False, help="Arguments of the script.")
+    ] = None,
+    servers: Annotated[int, typer.Option(min=1, help="How many servers to start.")] = 1,
+    trainers: Annotated[int, typer.Option(min=1, help="How many copies of the script to start.")] = 1,
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Stop, as a failure, after so many seconds. [default: never]")
+    ] = None,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Lines of progress instead of a live table.")] = False,
+) -> None:
+    """Start servers and trainers on this machine, and stop them all when the run ends, however it ends."""
+    from pserver.cli.launch import LaunchPlan
+    from pserver.cli.launch import launch as run
+
+    plan = LaunchPlan(
+        servers=servers,
+        trainers=trainers,
+        script=script,
+        arguments=tuple(arguments or ()),
+        timeout_s=math.inf if timeout_s is None else timeout_s,
+    )
+    raise typer.Exit(run(plan, live=sys.stdout.isatty() and not no_live))
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The coordinator.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Show the servers, models, shards and trainers of a cluster."""
+    from pserver.cli.status import show_status
+    from pserver.client.status import fetch_status
+
+    show_status(fetch_status(address), as_json=as_json)
+
+
+def main() -> None:
+    """Runs the command line; an error of this package becomes one message on stderr and exit code 1."""
+    try:
+        app()
+    except PserverError as error:
+        print(f"pserver: error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The trainer's side: session, lease, routing, flattening, optimizers, contexts."""

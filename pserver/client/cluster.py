@@ -1,0 +1,336 @@
+"""A trainer's session with a cluster."""
+
+import asyncio
+import atexit
+from collections.abc import Coroutine
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+import logging
+import secrets
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from pserver.client.contexts import ContextBook
+from pserver.client.lease import LeaseKeeper
+from pserver.client.push_ids import PushIds
+from pserver.client.shard_client import Traffic
+from pserver.config import TrainerSettings
+from pserver.errors import ConfigError, InvalidRequest, PserverError
+from pserver.transport.channel import Channel, Connector, unary
+from pserver.transport.convert import push_id_to_proto, status_from_proto
+from pserver.transport.deadline import Deadline, retry
+from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.transport.grpc_channel import GrpcChannel
+from pserver.transport.loop import LoopThread
+from pserver.transport.methods import COORDINATOR
+from pserver.types import PROTOCOL_VERSION, ClusterStatus
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+#: A polite goodbye may take this long, in seconds; the lease ends anyway.
+LEAVE_TIMEOUT_S = 2.0
+
+_current: ContextVar["Cluster | None"] = ContextVar("pserver_cluster", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatistics:
+    """Counters since the session started: bytes of tensor data, and attempts that had to be repeated."""
+
+    sent_bytes: int
+    received_bytes: int
+    num_retries: int
+
+
+class Cluster:
+    """A trainer's membership in a cluster; make it with `connect` and use it in a `with` block.
+
+    Methods may be called from any thread.
+
+    Args:
+        settings: address, rank, world size, timeout.
+        connect_channel: opens channels; over gRPC unless told otherwise.
+        shared_loop: event loop to use in place of threads of its own; whoever made it closes it.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        connect_channel: Connector = GrpcChannel,
+        shared_loop: LoopThread | None = None,
+    ) -> None:
+        self.settings = settings
+        self.contexts = ContextBook()
+        self.traffic = Traffic()
+        self._connect_channel = connect_channel
+        self._shared_loop = shared_loop
+        self._loop = shared_loop or LoopThread("pserver-network")
+        self._lease_loop = shared_loop or LoopThread("pserver-lease")
+        self._channels: dict[str, Channel] = {}
+        self._nonce = secrets.token_hex(16)
+        self._member: pb.JoinReply | None = None
+        self._push_ids = PushIds(0)
+        self._lease: LeaseKeeper | None = None
+        self._lost: asyncio.Future[PserverError] | None = None
+        self._closed = False
+        self._token: Token[Cluster | None] | None = None
+
+    # Life
+
+    def start(self) -> None:
+        """Joins the cluster; waits for a coordinator that is not up yet, with a message after 2 s.
+
+        Raises:
+            ServerUnavailable: no coordinator answered within the timeout.
+            RankTaken: another living trainer keeps the rank.
+        """
+        if self._member is not None or self._closed:
+            raise InvalidRequest("this cluster session was started before; make a new one with pserver.connect()")
+        if self._shared_loop is None:
+            self._loop.start()
+            self._lease_loop.start()
+        try:
+            member = self._loop.run(self._join())
+            self._member = member
+            self._push_ids = PushIds(member.trainer_id)
+            self._lease = LeaseKeeper(
+                self._lease_loop,
+                self._connect_channel,
+                self.settings.address,
+                trainer_id=member.trainer_id,
+                lease_s=member.lease_s,
+                traffic=self.traffic,
+                on_lost=self._on_lost,
+            )
+            self._lease.start()
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+        logger.info("trainer %d joined %s as rank %d", member.trainer_id, self.settings.address, member.rank)
+
+    def close(self) -> None:
+        """Leaves the cluster and ends the session; closing twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        lost = self._lost is not None and self._lost.done()
+        if self._lease is not None and not lost:
+            self._lease.close()
+        if self._member is not None and not lost:
+            try:
+                self._loop.run(self._leave())
+            except PserverError as error:
+                logger.warning("trainer %d could not say goodbye: %s", self._member.trainer_id, error)
+        self._loop.run(self._close_channels())
+        if self._shared_loop is None:
+            self._loop.close()
+            self._lease_loop.close()
+
+    def __enter__(self) -> "Cluster":
+        self.start()
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._token is not None:
+            _current.reset(self._token)
+            self._token = None
+        self.close()
+
+    # For training scripts
+
+    @property
+    def rank(self) -> int:
+        """This trainer's rank: its place in sums, and the part of the data it may take."""
+        return self.require_member().rank
+
+    @property
+    def trainer_id(self) -> int:
+        """This trainer's id; no other trainer ever has it."""
+        return self.require_member().trainer_id
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainers that the first round waits for."""
+        return self.settings.world_size
+
+    def report(self, **figures: float) -> None:
+        """Figures for `pserver status` and the live view, for example loss; sent with the next lease renewal."""
+        if self._lease is None:
+            raise InvalidRequest("the cluster session is not started; use `with pserver.connect() as cluster:`")
+        self._lease.report({name: float(value) for name, value in figures.items()})
+
+    def status(self) -> ClusterStatus:
+        """What the cluster looks like now."""
+        reply = self.call_coordinator("Status", pb.StatusRequest(), pb.StatusReply, what="asking for the status")
+        return status_from_proto(reply)
+
+    def drop_model(self, name: str) -> None:
+        """Removes a model from the cluster and frees its memory on every server; an unknown name is no error."""
+        with self._push_ids.one() as push_id:
+            request = pb.DropModelRequest(push_id=push_id_to_proto(push_id), model=name)
+            self.call_coordinator("DropModel", request, pb.DropModelReply, what=f"dropping model {name!r}")
+
+    def statistics(self) -> ClusterStatistics:
+        """Counters since the session started."""
+        return ClusterStatistics(
+            sent_bytes=self.traffic.sent_bytes,
+            received_bytes=self.traffic.received_bytes,
+            num_retries=self.traffic.num_retries,
+        )
+
+    # For the rest of the client
+
+    def require_member(self) -> pb.JoinReply:
+        """The membership.
+
+        Raises:
+            InvalidRequest: the session is not started, or closed.
+        """
+        if self._member is None or self._closed:
+            raise InvalidRequest(
+                "the cluster session is not open; use it inside `with pserver.connect() as cluster:`"
+            )
+        return self._member
+
+    @property
+    def push_ids(self) -> PushIds:
+        """Where mutations get their ids from."""
+        return self._push_ids
+
+    def channel(self, address: str) -> Channel:
+        """The channel to a server. On the network loop only."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._connect_channel(address)
+        return channel
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs network work to its end, or until the lease is lost.
+
+        Raises:
+            PserverError: what the work raised, or why the lease has ended.
+        """
+        try:
+            self.require_member()
+        except InvalidRequest:
+            coroutine.close()
+            raise
+        return self._loop.run(self._until_lost(coroutine))
+
+    def call_coordinator(
+        self, method: str, request: Message, reply_type: type[M], *, what: str, timeout_s: float | None = None
+    ) -> M:
+        """Calls the coordinator, with retries until the deadline."""
+        deadline = Deadline(self.settings.timeout_s if timeout_s is None else timeout_s)
+        return self.run(self._call_coordinator(method, request, reply_type, deadline, what))
+
+    async def retry(self, attempt: Any, deadline: Deadline, what: str) -> Any:
+        """`retry` that counts the repeats. On the network loop only."""
+        first = True
+
+        async def counted(remaining_s: float) -> Any:
+            nonlocal first
+            if not first:
+                self.traffic.num_retries += 1
+            first = False
+            return await attempt(remaining_s)
+
+        return await retry(counted, deadline=deadline, what=what)
+
+    # Inside
+
+    async def _join(self) -> pb.JoinReply:
+        self._lost = asyncio.get_running_loop().create_future()
+        request = pb.JoinRequest(nonce=self._nonce, rank=self.settings.rank, protocol=PROTOCOL_VERSION)
+        deadline = Deadline(self.settings.timeout_s)
+        return await self._call_coordinator("Join", request, pb.JoinReply, deadline, "joining")
+
+    async def _leave(self) -> None:
+        assert self._member is not None
+        with self._push_ids.one() as push_id:
+            request = pb.LeaveRequest(push_id=push_id_to_proto(push_id))
+            await self._call_coordinator("Leave", request, pb.LeaveReply, Deadline(LEAVE_TIMEOUT_S), "leaving")
+
+    async def _call_coordinator(
+        self, method: str, request: Message, reply_type: type[M], deadline: Deadline, what: str
+    ) -> M:
+        channel = self.channel(self.settings.address)
+
+        async def attempt(remaining_s: float) -> M:
+            return await unary(channel, COORDINATOR[method], request, reply_type, timeout_s=remaining_s)
+
+        where = f"{what}: coordinator at {self.settings.address}"
+        reply: M = await self.retry(attempt, deadline, where)
+        return reply
+
+    async def _until_lost(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        assert self._lost is not None
+        task = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait((task, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._lost.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _on_lost(self, error: PserverError) -> None:
+        logger.error("trainer's lease is lost: %s", error)
+        self._loop.spawn(self._set_lost(error))
+
+    async def _set_lost(self, error: PserverError) -> None:
+        assert self._lost is not None
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    async def _close_channels(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def connect(
+    address: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_s: float | None = None,
+) -> Cluster:
+    """A session with the cluster whose coordinator is at `address`; use it in a `with` block.
+
+    Arguments that are None come from PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE and PSERVER_TIMEOUT_S
+    (`pserver launch` sets them), then from defaults.
+
+    Args:
+        address: "host:port" of the coordinator.
+        rank: this trainer's rank, below `world_size`; by default the coordinator chooses.
+        world_size: number of trainers that the first round waits for; default 1.
+        timeout_s: deadline of every operation, in seconds; default 60.
+
+    Raises:
+        ConfigError: no address, or a value that cannot be used.
+    """
+    return Cluster(TrainerSettings.resolve(address, rank=rank, world_size=world_size, timeout_s=timeout_s))
+
+
+def current_cluster() -> Cluster:
+    """The cluster of the innermost `with pserver.connect()` block of this thread.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    cluster = _current.get()
+    if cluster is None:
+        raise ConfigError(
+            "no cluster here: work inside `with pserver.connect() as cluster:`, or pass cluster=... (a new thread does "
+            "not inherit it)"
+        )
+    return cluster

@@ -1,0 +1,40 @@
+"""Talks to several servers at once and reports every failure."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from pserver.errors import PserverError, ServerErrors
+
+T = TypeVar("T")
+
+#: After the first failure the other servers get this long to fail on their own, in seconds.
+GRACE_S = 0.5
+
+
+async def fan_out(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs calls side by side and returns their results in order.
+
+    After the first failure the rest is cancelled, shortly later.
+
+    Raises:
+        PserverError: the one failure, or `ServerErrors` with all of them.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            await asyncio.wait(waiting, timeout=GRACE_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    for failure in failures:
+        if not isinstance(failure, PserverError):
+            raise failure
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise ServerErrors(f"{len(failures)} of {len(tasks)} servers failed", failures)
+    return [task.result() for task in tasks]

@@ -1,0 +1,117 @@
+"""Keeps a trainer's lease alive on a thread and a connection of its own."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+import logging
+
+from pserver.client.shard_client import Traffic
+from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
+from pserver.transport.channel import Channel, Connector, unary
+from pserver.transport.deadline import Deadline
+from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.transport.loop import LoopThread
+from pserver.transport.methods import COORDINATOR
+
+logger = logging.getLogger(__name__)
+
+#: Renewals per lease, and the longest time between two: they also carry figures for the live view.
+RENEWALS_PER_LEASE = 5
+LONGEST_PAUSE_S = 1.0
+
+
+class LeaseKeeper:
+    """Renews until `close`, or until the lease is lost.
+
+    Args:
+        loop: where renewals run; not the one that carries bulk data.
+        connect: opens the channel.
+        coordinator: its address.
+        trainer_id: whose lease.
+        lease_s: its length.
+        traffic: counters to report.
+        on_lost: called once, on the loop's thread, with the reason why the lease has ended.
+    """
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        connect: Connector,
+        coordinator: str,
+        *,
+        trainer_id: int,
+        lease_s: float,
+        traffic: Traffic,
+        on_lost: Callable[[PserverError], None],
+    ) -> None:
+        self._loop = loop
+        self._connect = connect
+        self._coordinator = coordinator
+        self._trainer_id = trainer_id
+        self._lease_s = lease_s
+        self._traffic = traffic
+        self._on_lost = on_lost
+        self._pause_s = min(lease_s / RENEWALS_PER_LEASE, LONGEST_PAUSE_S)
+        self._reported: Mapping[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts renewing."""
+        self._loop.run(self._start())
+
+    def report(self, figures: Mapping[str, float]) -> None:
+        """Figures to carry from now on, with the next renewal; replaces those of the same name. Any thread."""
+        self._reported = {**self._reported, **figures}
+
+    def close(self) -> None:
+        """Renews once more, so that the last figures arrive, and stops."""
+        self._loop.run(self._stop())
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def _stop(self) -> None:
+        if self._task is None or self._task.done():
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        channel = self._connect(self._coordinator)
+        try:
+            await self._renew(channel)
+        except PserverError as error:
+            logger.warning("the last figures of trainer %d did not arrive: %s", self._trainer_id, error)
+        finally:
+            await channel.close()
+
+    async def _run(self) -> None:
+        channel = self._connect(self._coordinator)
+        ends = Deadline(self._lease_s)
+        try:
+            while True:
+                try:
+                    await self._renew(channel)
+                    ends = Deadline(self._lease_s)
+                except PserverError as error:
+                    if not error.retryable and not isinstance(error, DeadlineExceeded):
+                        self._on_lost(error)
+                        return
+                    if not ends.remaining_s():
+                        self._on_lost(self._unreachable(error))
+                        return
+                await asyncio.sleep(self._pause_s)
+        finally:
+            await channel.close()
+
+    async def _renew(self, channel: Channel) -> None:
+        request = pb.RenewRequest(
+            trainer_id=self._trainer_id,
+            sent_bytes=self._traffic.sent_bytes,
+            received_bytes=self._traffic.received_bytes,
+            reported=self._reported,
+        )
+        await unary(channel, COORDINATOR["Renew"], request, pb.RenewReply, timeout_s=self._lease_s / 2)
+
+    def _unreachable(self, last: PserverError) -> PserverError:
+        return ServerUnavailable(
+            f"the lease of trainer {self._trainer_id} has ended: the coordinator at {self._coordinator} could not be "
+            f"reached for {self._lease_s:g} s. Start the cluster again and connect anew; last failure: {last}"
+        )

@@ -1,0 +1,206 @@
+"""The RPCs of one shard, as a trainer makes them."""
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Set
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from pserver.client.flattening import FlatBuffers
+from pserver.core.contexts import CommitInfo
+from pserver.core.messages import ShardPlacement
+from pserver.errors import InternalError, MixedRounds
+from pserver.transport.channel import Channel, one
+from pserver.transport.chunks import ChunkPacker
+from pserver.transport.convert import commit_to_proto, outcome_from_proto, push_id_to_proto
+from pserver.transport.gen import shards_pb2 as pb
+from pserver.transport.gen.types_pb2 import Chunk
+from pserver.transport.methods import SHARDS
+from pserver.types import PushId, StepResult
+from pserver.wire.layout import STORED, Bucket, Layout
+
+#: The server gives up first, because it knows more; the transport follows after this time.
+TRANSPORT_SLACK_S = 1.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of tensor data since the trainer started, and attempts that had to be repeated."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    num_retries: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One push, the same bytes for every shard and every retry."""
+
+    push_id: PushId
+    context_id: int
+    absent: Set[int]
+    with_gradients: bool
+    commit: CommitInfo | None
+
+
+class ShardClient:
+    """Talks to one shard. Every call is one attempt; retries are the caller's.
+
+    Args:
+        channel: to the shard's server.
+        placement: what the shard owns.
+        model, epoch, layout: what the messages are for.
+        traffic: counts bytes.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        placement: ShardPlacement,
+        *,
+        model: str,
+        epoch: int,
+        layout: Layout,
+        traffic: Traffic,
+    ) -> None:
+        self._channel = channel
+        self.server = placement.server
+        self._address = pb.ShardAddress(model=model, epoch=epoch, fingerprint=layout.fingerprint)
+        self._buckets = layout.buckets[placement.first_bucket : placement.last_bucket]
+        self._trained = [bucket for bucket in self._buckets if bucket.group != STORED]
+        self._traffic = traffic
+
+    @property
+    def where(self) -> str:
+        """The server, for messages."""
+        return f"server {self.server} at {self._channel.address}"
+
+    async def initialise(self, push_id: PushId, values: FlatBuffers, timeout_s: float) -> None:
+        """Sends every value of the shard."""
+
+        async def requests() -> AsyncIterator[Message]:
+            yield pb.InitialiseRequest(shard=self._address, push_id=push_id_to_proto(push_id))
+            for chunks in self._pack(self._buckets, values):
+                yield pb.InitialiseRequest(chunks=chunks)
+
+        async for _ in self._channel.call(SHARDS["Initialise"], requests(), timeout_s=timeout_s):
+            pass
+
+    async def pull(
+        self, trainer_id: int, min_round: int, into: FlatBuffers, *, include_buffers: bool, timeout_s: float
+    ) -> int:
+        """Reads the shard's values once it has reached `min_round`; returns their round."""
+        request = pb.PullRequest(
+            shard=self._address,
+            trainer_id=trainer_id,
+            min_round=min_round,
+            include_buffers=include_buffers,
+            wait_s=timeout_s,
+        )
+        buckets = self._buckets if include_buffers else self._trained
+        receiver = _Receiver(self.where, buckets, into)
+        call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
+        async with aclosing(call) as replies:
+            async for reply in replies:
+                assert isinstance(reply, pb.PullReply)
+                self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
+        return receiver.finish()
+
+    async def push(
+        self, push: Push, gradients: FlatBuffers, into: FlatBuffers, timeout_s: float
+    ) -> tuple[StepResult, int] | None:
+        """Sends gradients; with a commit, waits for the round and reads the new parameters.
+
+        Returns:
+            What became of the step and the round of the parameters read; None without a commit.
+        """
+
+        async def requests() -> AsyncIterator[Message]:
+            packer = self._pack(self._trained, gradients) if push.with_gradients else iter(())
+            held = pb.StepRequest(
+                shard=self._address,
+                push_id=push_id_to_proto(push.push_id),
+                context_id=push.context_id,
+                absent_tensors=sorted(push.absent),
+                chunks=next(packer, []),
+            )
+            for chunks in packer:
+                yield held
+                held = pb.StepRequest(chunks=chunks)
+            if push.commit is not None:
+                held.commit.CopyFrom(commit_to_proto(push.commit, timeout_s))
+            yield held
+
+        receiver = _Receiver(self.where, self._trained, into)
+        result: StepResult | None = None
+        call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
+        async with aclosing(call) as replies:
+            async for reply in replies:
+                assert isinstance(reply, pb.StepReply)
+                if reply.HasField("outcome"):
+                    result = outcome_from_proto(reply.outcome)
+                else:
+                    self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
+        if push.commit is None:
+            return None
+        if result is None:
+            raise InternalError(f"{self.where} ended a step without an outcome")
+        return result, receiver.finish(result.round)
+
+    async def drop_context(self, push_id: PushId, context_id: int, timeout_s: float) -> None:
+        """Frees a context that will not be committed."""
+        request = pb.DropContextRequest(
+            shard=self._address, push_id=push_id_to_proto(push_id), context_id=context_id
+        )
+        async for _ in self._channel.call(SHARDS["DropContext"], one(request), timeout_s=timeout_s):
+            pass
+
+    def _pack(self, buckets: Iterable[Bucket], source: FlatBuffers) -> Iterator[list[Chunk]]:
+        packer = ChunkPacker()
+        for bucket in buckets:
+            self._traffic.sent_bytes += bucket.num_bytes
+            yield from packer.add(bucket, source.bucket_bytes(bucket))
+        if rest := packer.rest():
+            yield rest
+
+
+class _Receiver:
+    """Writes chunks into host buffers and checks that every byte came, all of one round."""
+
+    def __init__(self, where: str, buckets: Iterable[Bucket], into: FlatBuffers) -> None:
+        self._where = where
+        self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets}
+        self._received = dict.fromkeys(self._targets, 0)
+        self._rounds: set[int] = set()
+
+    def take(self, round_number: int, chunks: Iterable[Chunk]) -> int:
+        """Writes one message's chunks; returns their bytes."""
+        num_bytes = 0
+        for chunk in chunks:
+            target = self._targets.get(chunk.bucket)
+            start, stop = chunk.offset_bytes, chunk.offset_bytes + len(chunk.data)
+            if target is None or start != self._received[chunk.bucket] or stop > len(target):
+                raise InternalError(
+                    f"{self._where} sent bytes {start} to {stop} of bucket {chunk.bucket}, which were not expected"
+                )
+            target[start:stop] = chunk.data
+            self._received[chunk.bucket] = stop
+            num_bytes += len(chunk.data)
+        if num_bytes:
+            self._rounds.add(round_number)
+        return num_bytes
+
+    def finish(self, empty_round: int = 0) -> int:
+        """The round of everything received; `empty_round` if there was nothing to receive.
+
+        Raises:
+            MixedRounds: a round was applied while the values were read.
+        """
+        for index, target in self._targets.items():
+            if self._received[index] != len(target):
+                raise InternalError(
+                    f"{self._where} sent {self._received[index]} of {len(target)} bytes of bucket {index}"
+                )
+        if len(self._rounds) > 1:
+            raise MixedRounds(f"{self._where} sent values of the rounds {sorted(self._rounds)}; reading again")
+        return next(iter(self._rounds), empty_round)

@@ -1,0 +1,111 @@
+"""Settings: one precedence (argument > environment > default), resolved here; nothing else reads `os.environ`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+import os
+from typing import TypeVar
+
+from pserver.errors import ConfigError
+
+T = TypeVar("T", int, float, str)
+
+
+def _resolve(kind: type[T], argument: T | None, variable: str, environ: Mapping[str, str], default: T | None) -> T | None:
+    if argument is not None:
+        return argument
+    text = environ.get(variable)
+    if text is None or text == "":
+        return default
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"the environment variable {variable} must be of type {kind.__name__}, but is {text!r}; correct or unset it"
+        ) from None
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Splits "host:port".
+
+    Raises:
+        ConfigError: it is not of that form, or the port is not in 1..65535.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"an address is written host:port, for example 127.0.0.1:7077, but this is {text!r}")
+    return host, int(port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How a trainer talks to its cluster; see `resolve`."""
+
+    address: str
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    @classmethod
+    def resolve(
+        cls,
+        address: str | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout_s: float | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> "TrainerSettings":
+        """Arguments first, then PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE and PSERVER_TIMEOUT_S, then defaults.
+
+        Raises:
+            ConfigError: no address anywhere, or a value that cannot be used.
+        """
+        environ = os.environ if environ is None else environ
+        found = _resolve(str, address, "PSERVER_ADDRESS", environ, None)
+        if found is None:
+            raise ConfigError(
+                "no coordinator address: pass one, connect('127.0.0.1:7077'), or set PSERVER_ADDRESS; "
+                "`pserver launch` sets it for the scripts it starts"
+            )
+        parse_address(found)
+        rank = _resolve(int, rank, "PSERVER_RANK", environ, -1)
+        world_size = _resolve(int, world_size, "PSERVER_WORLD_SIZE", environ, 1)
+        timeout_s = _resolve(float, timeout_s, "PSERVER_TIMEOUT_S", environ, 60.0)
+        if rank is None or rank < -1:
+            raise ConfigError(f"rank must be 0 or more (or -1: the coordinator chooses), but is {rank}")
+        if world_size is None or world_size < 1 or rank >= world_size > 1:
+            raise ConfigError(f"world_size must be at least 1 and above rank, but is {world_size} with rank {rank}")
+        if timeout_s is None or not 0 < timeout_s < float("inf"):
+            raise ConfigError(f"timeout_s must be a positive, finite number of seconds, but is {timeout_s}")
+        return cls(address=found, rank=rank, world_size=world_size, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How one server runs.
+
+    `join` is the coordinator's address; None: this server hosts the coordinator. `min_servers` is how many servers the
+    coordinator waits for before it places a model.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    join: str | None = None
+    min_servers: int = 1
+    trainer_lease_s: float = 10.0
+    server_lease_s: float = 5.0
+    drain_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a server needs a name, for example --name s0")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in 0..65535 (0: any free one), but is {self.port}")
+        if self.join is not None:
+            parse_address(self.join)
+        if self.min_servers < 1:
+            raise ConfigError(f"min_servers must be at least 1, but is {self.min_servers}")
+        for field_name in ("trainer_lease_s", "server_lease_s"):
+            if not getattr(self, field_name) > 0:
+                raise ConfigError(f"{field_name} must be a positive number of seconds, but is {getattr(self, field_name)}")

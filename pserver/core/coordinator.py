@@ -1,0 +1,362 @@
+"""The one place that decides membership, placement and rounds.
+
+Pure: time comes in as an argument, and what servers must hear is taken out with `take_commands`. Not thread-safe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pserver.core.dedup import DedupTable
+from pserver.core.membership import Member, Membership
+from pserver.core.messages import Applied, Apply, Command, Committed, CreateShard, DropShard, EndTrainer, FailModel
+from pserver.core.messages import ModelReady, ModelSpec, Report, ShardCreated, ShardInitialised, ShardPlacement
+from pserver.core.models import Model, ModelState
+from pserver.errors import ConfigError, ModelFailed, UnknownModel
+from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
+
+#: A coordinator that was silent itself for longer than this part of a lease extends all leases before it judges.
+PAUSE_PART_OF_LEASE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """Answer to a trainer that registers a model; `initialise`: it sends the initial values, then registers again."""
+
+    initialise: bool
+    placement: tuple[ShardPlacement, ...]
+    epoch: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Server:
+    name: str
+    address: str
+    incarnation: int
+    heard_s: float
+    linked: bool = True
+    alive: bool = True
+
+
+_Recorded = Registration | int | bool
+
+
+class Coordinator:
+    """Members, servers, models and their rounds.
+
+    Args:
+        trainer_lease_s: how long a trainer counts as alive without renewing.
+        server_lease_s: how long a server counts as alive without a message.
+        min_servers: servers that must be there before a model is placed.
+        first_trainer_id: above every id that an earlier coordinator handed out.
+        now_s: the time now.
+    """
+
+    def __init__(
+        self, *, trainer_lease_s: float, server_lease_s: float, min_servers: int, first_trainer_id: int, now_s: float
+    ) -> None:
+        self.server_lease_s = server_lease_s
+        self._min_servers = min_servers
+        self._membership = Membership(lease_s=trainer_lease_s, first_id=first_trainer_id)
+        self._servers: dict[str, _Server] = {}
+        self._models: dict[str, Model] = {}
+        self._epoch = 0
+        self._outcomes: DedupTable[_Recorded] = DedupTable()
+        self._commands: list[tuple[str, Command]] = []
+        self._looked_s = now_s
+
+    def take_commands(self) -> list[tuple[str, Command]]:
+        """What servers must hear, as (server, command), in order; taken once."""
+        taken, self._commands = self._commands, []
+        return taken
+
+    # Trainers
+
+    @property
+    def trainer_lease_s(self) -> float:
+        """Length of a trainer's lease."""
+        return self._membership.lease_s
+
+    def join(self, nonce: str, rank: int, now_s: float) -> Member:
+        """See `Membership.join`."""
+        return self._membership.join(nonce, rank, now_s)
+
+    def renew(
+        self, trainer_id: int, *, sent_bytes: int, received_bytes: int, reported: Mapping[str, float], now_s: float
+    ) -> None:
+        """Extends a trainer's lease and notes its figures; raises as `Membership.require` does."""
+        member = self._membership.renew(trainer_id, now_s)
+        member.sent_bytes, member.received_bytes, member.reported = sent_bytes, received_bytes, dict(reported)
+
+    def leave(self, push_id: PushId) -> None:
+        """Ends a trainer's lease; one that has ended already is no error."""
+        self._end_trainer(push_id.trainer_id)
+
+    # Models
+
+    def register(self, push_id: PushId, spec: ModelSpec) -> Registration | None:
+        """Registers a model, or checks that it is the same as the registered one. None: ask again after a change.
+
+        Raises:
+            TrainerEnded, LayoutMismatch, ModelFailed, UnsupportedModel, UnsupportedOptimizer, InvalidRequest
+        """
+        self._membership.require(push_id.trainer_id)
+        recorded = self._outcomes.find(push_id)
+        if isinstance(recorded, Registration):
+            return recorded
+        model = self._models.get(spec.name)
+        if model is None:
+            model = self._create(spec)
+            if model is None:
+                return None
+        model.require_same(spec)
+        self._require_alive(model)
+        initialise = model.may_initialise(push_id.trainer_id)
+        if not initialise and model.state is not ModelState.READY:
+            return None
+        registration = Registration(initialise=initialise, placement=model.placement, epoch=model.epoch)
+        self._outcomes.record(push_id, registration)
+        return registration
+
+    def attach(self, push_id: PushId, name: str) -> int:
+        """Expects a trainer in every round from now on; returns the last decided round.
+
+        Raises:
+            TrainerEnded, UnknownModel, ModelFailed
+        """
+        member = self._membership.require(push_id.trainer_id)
+        recorded = self._outcomes.find(push_id)
+        if isinstance(recorded, int):
+            return recorded
+        model = self._require_model(name)
+        self._require_alive(model)
+        last_round = model.rounds.attach(member.trainer_id, member.rank)
+        self._outcomes.record(push_id, last_round)
+        self._advance(model)
+        return last_round
+
+    def drop_model(self, push_id: PushId, name: str) -> None:
+        """Forgets a model and frees its shards; one that does not exist is no error."""
+        self._membership.require(push_id.trainer_id)
+        if self._outcomes.find(push_id) is not None:
+            return
+        model = self._models.pop(name, None)
+        if model is not None:
+            for server in model.servers:
+                self._tell(server, DropShard(model=name, epoch=model.epoch))
+        self._outcomes.record(push_id, True)
+
+    def waiting_for(self, name: str) -> str:
+        """What a registration of this model waits for, as text for a user."""
+        model = self._models.get(name)
+        if model is None:
+            return f"servers: {len(self._alive_servers())} of {self._min_servers} have joined"
+        if model.state is ModelState.CREATING:
+            return f"shards to be made on {', '.join(model.servers)}"
+        return f"initial values from trainer {model.initialiser}"
+
+    # Servers
+
+    def server_joined(self, name: str, address: str, incarnation: int, now_s: float) -> None:
+        """A server opened its link; everything it may have missed is told again.
+
+        Raises:
+            ConfigError: another living server has the name.
+        """
+        known = self._servers.get(name)
+        if known is not None and known.incarnation != incarnation:
+            if known.linked and known.alive:
+                raise ConfigError(
+                    f"a server named {name!r} is linked already, from {known.address}; give each server its own --name"
+                )
+            self._lose(known, "it was restarted")
+        if known is not None and known.incarnation == incarnation and not known.alive:
+            raise ConfigError(f"the lease of server {name!r} has ended and its models have failed; restart it")
+        self._servers[name] = _Server(name=name, address=address, incarnation=incarnation, heard_s=now_s)
+        for model in self._models.values():
+            self._tell_again(name, model)
+        for trainer_id in sorted(self._membership.ended):
+            self._tell(name, EndTrainer(trainer_id=trainer_id))
+
+    def server_unlinked(self, name: str, incarnation: int) -> None:
+        """A server's link broke; the server counts as alive until its lease ends."""
+        server = self._servers.get(name)
+        if server is not None and server.incarnation == incarnation:
+            server.linked = False
+
+    def server_heard(self, name: str, now_s: float) -> None:
+        """A message came from a server."""
+        if (server := self._servers.get(name)) is not None:
+            server.heard_s = now_s
+
+    def report(self, server: str, report: Report) -> None:
+        """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
+        model = self._models.get(report.model)
+        if model is None or model.epoch != report.epoch or server not in model.servers:
+            self._tell(server, DropShard(model=report.model, epoch=report.epoch))
+            return
+        if isinstance(report, ShardCreated):
+            if report.failure:
+                self._fail(model, f"server {server} could not make its shard: {report.failure}")
+            else:
+                model.shard_created(server)
+        elif isinstance(report, ShardInitialised):
+            if model.shard_initialised(server, report.trainer_id):
+                for each in model.servers:
+                    self._tell(each, ModelReady(model=model.spec.name, epoch=model.epoch))
+        elif isinstance(report, Committed):
+            model.rounds.committed(server, report)
+            self._advance(model)
+        elif report.failure:
+            self._fail(model, f"server {server} could not apply round {report.round}: {report.failure}")
+        else:
+            self._applied(model, server, report)
+
+    # Time
+
+    def expire(self, now_s: float) -> None:
+        """Ends leases that have run out. Call it often; after a pause of the caller's own, leases are extended first."""
+        pause_s = now_s - self._looked_s
+        self._looked_s = now_s
+        if pause_s > PAUSE_PART_OF_LEASE * min(self.server_lease_s, self.trainer_lease_s):
+            for member in self._membership.members:
+                member.lease_ends_s += pause_s
+            for server in self._servers.values():
+                server.heard_s += pause_s
+        for trainer_id in self._membership.overdue(now_s):
+            self._end_trainer(trainer_id)
+        for server in self._alive_servers():
+            if now_s - server.heard_s > self.server_lease_s:
+                self._lose(server, f"nothing was heard from it for {self.server_lease_s:g} s")
+
+    def status(self, now_s: float) -> ClusterStatus:
+        """What the cluster looks like now."""
+        return ClusterStatus(
+            servers=tuple(
+                ServerStatus(name=each.name, address=each.address, alive=each.alive, silent_s=now_s - each.heard_s)
+                for each in self._servers.values()
+            ),
+            models=tuple(self._model_status(model) for model in self._models.values()),
+            trainers=tuple(
+                TrainerStatus(
+                    trainer_id=member.trainer_id,
+                    rank=member.rank,
+                    step=max((each.rounds.step_of(member.trainer_id) for each in self._models.values()), default=0),
+                    lease_s=member.lease_ends_s - now_s,
+                    lag_rounds=max(
+                        (each.rounds.lag_of(member.trainer_id) for each in self._models.values()), default=0
+                    ),
+                    sent_bytes=member.sent_bytes,
+                    received_bytes=member.received_bytes,
+                    reported=member.reported,
+                )
+                for member in sorted(self._membership.members, key=lambda each: each.rank)
+            ),
+        )
+
+    # Inside
+
+    def _create(self, spec: ModelSpec) -> Model | None:
+        alive = sorted(self._alive_servers(), key=lambda each: each.name)
+        if len(alive) < self._min_servers:
+            return None
+        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1)
+        self._epoch += 1
+        self._models[spec.name] = model
+        for server in model.servers:
+            self._tell(server, self._create_command(model, server))
+        return model
+
+    def _create_command(self, model: Model, server: str) -> CreateShard:
+        place = next(each for each in model.placement if each.server == server)
+        return CreateShard(
+            spec=model.spec, epoch=model.epoch, first_bucket=place.first_bucket, last_bucket=place.last_bucket
+        )
+
+    def _advance(self, model: Model) -> None:
+        while model.state is ModelState.READY and (decision := model.rounds.decide()) is not None:
+            for server in model.servers:
+                self._tell(server, Apply(model=model.spec.name, epoch=model.epoch, decision=decision))
+
+    def _applied(self, model: Model, server: str, report: Applied) -> None:
+        model.rounds.applied(server, report.round)
+        model.shard_rounds[server] = max(model.shard_rounds[server], report.round)
+        model.versions[server] = max(model.versions[server], report.version)
+
+    def _end_trainer(self, trainer_id: int) -> None:
+        if not self._membership.end(trainer_id):
+            return
+        self._outcomes.forget_trainer(trainer_id)
+        for server in self._servers:
+            self._tell(server, EndTrainer(trainer_id=trainer_id))
+        for model in self._models.values():
+            model.trainer_ended(trainer_id)
+            self._advance(model)
+
+    def _lose(self, server: _Server, why: str) -> None:
+        server.alive = False
+        for model in self._models.values():
+            if server.name in model.servers and model.state is not ModelState.FAILED:
+                self._fail(model, f"server {server.name} at {server.address} was lost: {why}")
+
+    def _fail(self, model: Model, why: str) -> None:
+        model.fail(
+            f"model {model.spec.name!r} has failed: {why}. Its values on that server are gone; start the cluster again "
+            "and restore the model from where you saved it"
+        )
+        for server in model.servers:
+            self._tell(server, FailModel(model=model.spec.name, epoch=model.epoch, reason=model.failure))
+
+    def _tell_again(self, server: str, model: Model) -> None:
+        if server not in model.servers:
+            return
+        name, epoch = model.spec.name, model.epoch
+        if model.state is ModelState.FAILED:
+            self._tell(server, FailModel(model=name, epoch=epoch, reason=model.failure))
+            return
+        self._tell(server, self._create_command(model, server))
+        if model.state is ModelState.READY:
+            self._tell(server, ModelReady(model=name, epoch=epoch))
+        for decision in model.rounds.outstanding(server):
+            self._tell(server, Apply(model=name, epoch=epoch, decision=decision))
+
+    def _tell(self, server: str, command: Command) -> None:
+        known = self._servers.get(server)
+        if known is not None and known.linked and known.alive:
+            self._commands.append((server, command))
+
+    def _alive_servers(self) -> list[_Server]:
+        return [each for each in self._servers.values() if each.alive]
+
+    def _require_model(self, name: str) -> Model:
+        model = self._models.get(name)
+        if model is None:
+            raise UnknownModel(f"model {name!r} is not registered here; models: {sorted(self._models)}")
+        return model
+
+    @staticmethod
+    def _require_alive(model: Model) -> None:
+        if model.state is ModelState.FAILED:
+            raise ModelFailed(model.failure)
+
+    @staticmethod
+    def _model_status(model: Model) -> ModelStatus:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in model.spec.sync_policy_arguments.items())
+        return ModelStatus(
+            name=model.spec.name,
+            state=model.state.value,
+            failure=model.failure,
+            sync_policy=f"{model.spec.sync_policy}({arguments})",
+            optimizer=model.spec.optimizer,
+            round=model.rounds.round,
+            waiting_for_ranks=tuple(model.rounds.waiting_for()),
+            missing_trainers=model.rounds.missing_trainers,
+            shards=tuple(
+                ShardStatus(
+                    server=each.server,
+                    num_bytes=model.shard_bytes[each.server],
+                    round=model.shard_rounds[each.server],
+                    version=model.versions[each.server],
+                )
+                for each in model.placement
+            ),
+        )

@@ -1,0 +1,54 @@
+"""Remembers the outcome of each mutation, so that a retry changes nothing."""
+
+from typing import Generic, TypeVar
+
+from pserver.errors import InvalidRequest, StalePush
+from pserver.types import PushId
+
+T = TypeVar("T")
+
+
+class DedupTable(Generic[T]):
+    """Outcomes by push id. Memory is bounded by what trainers have not acknowledged yet. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[int, dict[int, T]] = {}
+        self._lowest: dict[int, int] = {}
+
+    def find(self, push_id: PushId) -> T | None:
+        """The recorded outcome of a repeat, or None for a mutation not seen before.
+
+        Forgets the outcomes that the sender has acknowledged.
+
+        Raises:
+            StalePush: the outcome was acknowledged already; the mutation is never applied again.
+            InvalidRequest: the sequence number or the acknowledgement makes no sense.
+        """
+        if push_id.sequence < 1 or not 1 <= push_id.lowest_unacknowledged <= push_id.sequence:
+            raise InvalidRequest(
+                f"{push_id} is not valid: expected a sequence from 1 and an acknowledgement between 1 and the sequence"
+            )
+        lowest = self._lowest.get(push_id.trainer_id, 1)
+        if push_id.sequence < lowest:
+            raise StalePush(
+                f"trainer {push_id.trainer_id} repeats mutation {push_id.sequence}, but has acknowledged everything "
+                f"below {lowest}; it is not applied again"
+            )
+        outcomes = self._outcomes.get(push_id.trainer_id, {})
+        if push_id.lowest_unacknowledged > lowest:
+            self._lowest[push_id.trainer_id] = push_id.lowest_unacknowledged
+            for sequence in [each for each in outcomes if each < push_id.lowest_unacknowledged]:
+                del outcomes[sequence]
+        return outcomes.get(push_id.sequence)
+
+    def record(self, push_id: PushId, outcome: T) -> None:
+        """Stores the outcome of a mutation."""
+        self._outcomes.setdefault(push_id.trainer_id, {})[push_id.sequence] = outcome
+
+    def forget_trainer(self, trainer_id: int) -> None:
+        """Drops everything about a trainer whose id is refused from now on."""
+        self._outcomes.pop(trainer_id, None)
+        self._lowest.pop(trainer_id, None)
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in self._outcomes.values())

@@ -1,0 +1,39 @@
+"""The weighted mean of gradients, in a fixed order."""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import gcd
+
+import torch
+
+
+def weights_and_divisor(samples: Sequence[int]) -> tuple[list[int], int]:
+    """Integer weights of a mean over samples: the samples divided by their greatest common divisor, and their sum.
+
+    Equal batches get weight 1 each, so that one trainer's gradient passes through unchanged and W equal ones are a
+    plain sum divided by W. The divisor is 0 if there are no samples at all.
+    """
+    common = reduce(gcd, samples, 0)
+    if common == 0:
+        return [0] * len(samples), 0
+    weights = [count // common for count in samples]
+    return weights, sum(weights)
+
+
+def weighted_mean_(gradients: Sequence[torch.Tensor], weights: Sequence[int], divisor: int) -> torch.Tensor:
+    """sum(weight * gradient) / divisor, summed in the order given.
+
+    Args:
+        gradients: 1-D tensors of one dtype and size; overwritten, the first one holds the result.
+        weights: one for each, at least 1.
+        divisor: at least 1.
+    """
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if weight != 1:
+            gradient.mul_(weight)
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total.add_(gradient)
+    if divisor != 1:
+        total.div_(divisor)
+    return total

@@ -1,0 +1,1 @@
+"""One server process: services that translate, hosts that wait and lock, wiring and lifecycle."""

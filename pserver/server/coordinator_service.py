@@ -1,0 +1,99 @@
+"""The Coordinator service: decode, call the core, encode."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pserver.errors import InvalidRequest, ProtocolMismatch
+from pserver.server.coordinator_host import CoordinatorHost
+from pserver.transport.convert import (
+    command_to_proto,
+    placement_to_proto,
+    push_id_from_proto,
+    report_from_proto,
+    spec_from_proto,
+    status_to_proto,
+)
+from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.types import PROTOCOL_VERSION
+
+
+class CoordinatorService:
+    """Serves the RPCs of coordinator.proto."""
+
+    def __init__(self, host: CoordinatorHost) -> None:
+        self._host = host
+
+    async def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+        _check_protocol(request.protocol, "trainer")
+        member = self._host.core.join(request.nonce, request.rank, self._host.now_s())
+        self._host.changed()
+        return pb.JoinReply(
+            trainer_id=member.trainer_id, rank=member.rank, lease_s=self._host.core.trainer_lease_s
+        )
+
+    async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
+        self._host.core.renew(
+            request.trainer_id,
+            sent_bytes=request.sent_bytes,
+            received_bytes=request.received_bytes,
+            reported=request.reported,
+            now_s=self._host.now_s(),
+        )
+        return pb.RenewReply(lease_s=self._host.core.trainer_lease_s)
+
+    async def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
+        self._host.core.leave(push_id_from_proto(request.push_id))
+        self._host.changed()
+        return pb.LeaveReply()
+
+    async def register_model(self, request: pb.RegisterModelRequest) -> pb.RegisterModelReply:
+        registration = await self._host.register(
+            push_id_from_proto(request.push_id), spec_from_proto(request.spec), request.wait_s
+        )
+        return pb.RegisterModelReply(
+            initialise=registration.initialise,
+            placement=placement_to_proto(registration.placement),
+            epoch=registration.epoch,
+        )
+
+    async def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
+        last_round = self._host.core.attach(push_id_from_proto(request.push_id), request.model)
+        self._host.changed()
+        return pb.AttachReply(round=last_round)
+
+    async def drop_model(self, request: pb.DropModelRequest) -> pb.DropModelReply:
+        self._host.core.drop_model(push_id_from_proto(request.push_id), request.model)
+        self._host.changed()
+        return pb.DropModelReply()
+
+    async def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        return status_to_proto(self._host.core.status(self._host.now_s()))
+
+    async def link(self, messages: AsyncIterator[pb.ServerMessage]) -> AsyncIterator[pb.CoordinatorMessage]:
+        first = await anext(messages)
+        if first.WhichOneof("kind") != "hello":
+            raise InvalidRequest("the first message of a link must be Hello")
+        hello = first.hello
+        _check_protocol(hello.protocol, "server")
+        commands = self._host.commands(hello.name, hello.address, hello.incarnation)
+        reader = asyncio.create_task(self._read(hello.name, messages))
+        try:
+            yield pb.CoordinatorMessage(welcome=pb.Welcome(lease_s=self._host.core.server_lease_s))
+            async for command in commands:
+                yield command_to_proto(command)
+        finally:
+            reader.cancel()
+            await commands.aclose()
+
+    async def _read(self, server: str, messages: AsyncIterator[pb.ServerMessage]) -> None:
+        async for message in messages:
+            alive_only = message.WhichOneof("kind") == "heartbeat"
+            self._host.heard(server, None if alive_only else report_from_proto(message))
+        self._host.unlink(server)
+
+
+def _check_protocol(version: int, who: str) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"this coordinator speaks protocol {PROTOCOL_VERSION}, the {who} {version}; install the same pserver on both"
+        )

@@ -1,0 +1,135 @@
+"""Keeps a server linked to its coordinator: reports out, commands in, again after every break."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+import logging
+import random
+
+from pserver.core.messages import Report
+from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
+from pserver.server.shard_host import ShardHost
+from pserver.transport.channel import Connector
+from pserver.transport.convert import command_from_proto, report_to_proto
+from pserver.transport.deadline import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, SAY_SO_AFTER_S, Deadline
+from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.transport.methods import COORDINATOR
+from pserver.types import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+#: A link is renewed at least this often, in seconds.
+LINK_TIMEOUT_S = 30 * 86400.0
+#: A server must have been welcomed within this time, in seconds.
+JOIN_TIMEOUT_S = 60.0
+#: Heartbeats per lease.
+BEATS_PER_LEASE = 5
+
+
+class CoordinatorLink:
+    """The link of one server. Runs on the server's event loop.
+
+    Args:
+        host: whose reports go out, and who carries out commands.
+        connect: opens channels.
+        coordinator: address of the coordinator.
+        address: where trainers reach this server.
+        incarnation: random number of this process.
+    """
+
+    def __init__(
+        self, host: ShardHost, connect: Connector, coordinator: str, *, address: str, incarnation: int
+    ) -> None:
+        self._host = host
+        self._connect = connect
+        self._coordinator = coordinator
+        self._hello = pb.Hello(name=host.name, address=address, incarnation=incarnation, protocol=PROTOCOL_VERSION)
+        self._outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
+        self._welcomed = asyncio.Event()
+        self._refused: PserverError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Links, and returns once the coordinator has welcomed the server.
+
+        Raises:
+            ConfigError, ProtocolMismatch: the coordinator refuses this server.
+            DeadlineExceeded: it did not answer within `JOIN_TIMEOUT_S`.
+        """
+        self._host.send_reports_to(self._report)
+        self._task = asyncio.create_task(self._run())
+        welcomed = asyncio.create_task(self._welcomed.wait())
+        done, _ = await asyncio.wait((self._task, welcomed), timeout=JOIN_TIMEOUT_S, return_when="FIRST_COMPLETED")
+        welcomed.cancel()
+        if self._refused is not None:
+            raise self._refused
+        if not done:
+            raise DeadlineExceeded(
+                f"the coordinator at {self._coordinator} did not answer within {JOIN_TIMEOUT_S:g} s; start it first "
+                "(`pserver serve --coordinator`) and check the address"
+            )
+
+    async def stop(self) -> None:
+        """Ends the link."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def _report(self, report: Report) -> None:
+        self._outgoing.put_nowait(report_to_proto(report))
+
+    async def _run(self) -> None:
+        backoff_s, since = FIRST_BACKOFF_S, Deadline(JOIN_TIMEOUT_S)
+        said_so = False
+        while True:
+            linked = self._welcomed.is_set()
+            try:
+                await self._link_once()
+                last: PserverError = ServerUnavailable("it closed the link")
+            except PserverError as error:
+                last = error
+                if not error.retryable and not isinstance(error, DeadlineExceeded):
+                    self._refused = error
+                    logger.error("coordinator at %s refuses this server: %s", self._coordinator, error)
+                    return
+            if self._welcomed.is_set() and not linked:
+                backoff_s, since, said_so = FIRST_BACKOFF_S, Deadline(JOIN_TIMEOUT_S), False
+            if not said_so and since.elapsed_s() > SAY_SO_AFTER_S:
+                said_so = True
+                logger.warning("not linked to the coordinator at %s, still trying: %s", self._coordinator, last)
+            await asyncio.sleep(random.uniform(0, backoff_s))
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    async def _link_once(self) -> None:
+        channel = self._connect(self._coordinator)
+        outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
+        outgoing.put_nowait(pb.ServerMessage(hello=self._hello))
+        beats: asyncio.Task[None] | None = None
+        try:
+            call = channel.call(COORDINATOR["Link"], _drain(outgoing), timeout_s=LINK_TIMEOUT_S)
+            async with aclosing(call) as messages:
+                async for message in messages:
+                    assert isinstance(message, pb.CoordinatorMessage)
+                    if message.WhichOneof("kind") != "welcome":
+                        await self._host.handle(command_from_proto(message))
+                        continue
+                    self._outgoing = outgoing
+                    for report in await self._host.reports():
+                        self._report(report)
+                    beats = asyncio.create_task(self._beat(message.welcome.lease_s / BEATS_PER_LEASE))
+                    self._welcomed.set()
+        finally:
+            if beats is not None:
+                beats.cancel()
+            await channel.close()
+
+    async def _beat(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            self._outgoing.put_nowait(pb.ServerMessage(heartbeat=pb.Heartbeat()))
+
+
+async def _drain(queue: asyncio.Queue[pb.ServerMessage]) -> AsyncIterator[pb.ServerMessage]:
+    while True:
+        yield await queue.get()

@@ -1,0 +1,60 @@
+"""One server, apart from the network it is reached by: hosts, services, link."""
+
+from collections.abc import Mapping
+import secrets
+import time
+
+from pserver.clock import Clock, SystemClock
+from pserver.config import ServerSettings
+from pserver.server.coordinator_host import CoordinatorHost
+from pserver.server.coordinator_service import CoordinatorService
+from pserver.server.link import CoordinatorLink
+from pserver.server.shard_host import ShardHost
+from pserver.server.shard_service import ShardService
+from pserver.transport.channel import Connector
+from pserver.transport.inprocess import InProcessNetwork
+from pserver.transport.methods import COORDINATOR, SHARDS, Handler, Method, bind
+
+
+class ServerNode:
+    """A server that hosts shards, and the coordinator if its settings name no other.
+
+    Belongs to one event loop. `handlers` is what a transport serves.
+    """
+
+    def __init__(self, settings: ServerSettings, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self.shards = ShardHost(settings.name)
+        self.coordinator: CoordinatorHost | None = None
+        self._link: CoordinatorLink | None = None
+        self._incarnation = secrets.randbits(62)
+        handlers = bind(SHARDS, ShardService(self.shards))
+        if settings.join is None:
+            # Seconds grow from one start to the next, so that trainer ids do too.
+            self.coordinator = CoordinatorHost(settings, clock or SystemClock(), int(time.time()))
+            handlers.update(bind(COORDINATOR, CoordinatorService(self.coordinator)))
+        self.handlers: Mapping[str, tuple[Method, Handler]] = handlers
+
+    async def start(self, address: str, connect: Connector) -> None:
+        """Starts what runs in the background; returns once the server is linked to its coordinator.
+
+        Args:
+            address: where trainers reach this server.
+            connect: opens the channel to a coordinator elsewhere.
+        """
+        target = self.settings.join or address
+        if self.coordinator is not None:
+            self.coordinator.start()
+            local = InProcessNetwork()
+            local.serve(address, self.handlers)
+            connect = local.connect
+        self._link = CoordinatorLink(self.shards, connect, target, address=address, incarnation=self._incarnation)
+        await self._link.start()
+
+    async def stop(self) -> None:
+        """Ends the link and everything in the background."""
+        if self._link is not None:
+            await self._link.stop()
+        if self.coordinator is not None:
+            await self.coordinator.stop()
+        self.shards.close()

@@ -1,0 +1,59 @@
+"""The life of one server process."""
+
+import asyncio
+from collections.abc import Callable
+import logging
+import signal
+
+from pserver.config import ServerSettings
+from pserver.server.node import ServerNode
+from pserver.transport.grpc_channel import GrpcChannel
+from pserver.transport.grpc_server import GrpcServer
+
+logger = logging.getLogger(__name__)
+
+
+def run_server(settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
+    """Runs a server until SIGTERM (waits for calls under way, at most `drain_s`) or SIGINT (stops at once).
+
+    Call it on the main thread.
+
+    Args:
+        on_ready: called once with the server's address, when it answers and is linked to its coordinator.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the coordinator refuses this server.
+        DeadlineExceeded: the coordinator did not answer.
+    """
+    asyncio.run(_run(settings, on_ready))
+
+
+async def _run(settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def tell(number: signal.Signals) -> None:
+        if not told.done():
+            told.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, tell, number)
+    node = ServerNode(settings)
+    server = GrpcServer(node.handlers, host=settings.host, port=settings.port)
+    try:
+        address = await server.start()
+        starting = asyncio.create_task(node.start(address, GrpcChannel))
+        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            on_ready(address)
+            await told
+        else:
+            starting.cancel()
+        if told.result() is signal.SIGTERM:
+            logger.info("SIGTERM: draining, for at most %g s", settings.drain_s)
+            await server.drain(settings.drain_s)
+        logger.info("server %s stops", settings.name)
+    finally:
+        await node.stop()
+        await server.stop()

@@ -1,0 +1,240 @@
+"""Runs a server's shards: one lock each, arithmetic off the event loop, waiting for rounds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+import logging
+from typing import TypeVar
+
+from pserver.core.messages import Applied, Apply, Command, CreateShard, DropShard, EndTrainer, FailModel, ModelReady
+from pserver.core.messages import Report, ShardCreated
+from pserver.core.shard import Shard
+from pserver.errors import DeadlineExceeded, ModelFailed, PserverError, TrainerEnded, UnknownModel
+from pserver.server.changed import Changed
+from pserver.transport.deadline import Deadline
+from pserver.types import PushId, StepResult
+from pserver.wire.layout import Bucket
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A shard below this size is worked on where the message arrived: a thread switch would cost more.
+INLINE_BYTES = 256 << 10
+
+
+class HostedShard:
+    """One shard and who waits for it. Belongs to one event loop."""
+
+    def __init__(self, server: str, shard: Shard, arithmetic: ThreadPoolExecutor) -> None:
+        self._server = server
+        self._shard = shard  # guarded by _lock wherever it changes or its values are read
+        self._lock = asyncio.Lock()
+        self._arithmetic = arithmetic
+        self._changed = Changed()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Every bucket of the shard."""
+        return self._shard.buckets
+
+    @property
+    def trained(self) -> Sequence[Bucket]:
+        """Buckets that an optimizer steps."""
+        return self._shard.trained
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the shard's placement."""
+        return self._shard.epoch
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[Shard]:
+        """The shard, for as long as nobody else may touch it. Quick calls only; see `work` for others."""
+        async with self._lock:
+            yield self._shard
+
+    async def work(self, function: Callable[[Shard], T]) -> T:
+        """Runs a call that may take long, alone on the shard and off the event loop if the shard is large."""
+        async with self._lock:
+            if self._shard.num_bytes < INLINE_BYTES:
+                return function(self._shard)
+            return await asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
+
+    def wake(self) -> None:
+        """Makes everybody who waits look again."""
+        self._changed.notify()
+
+    async def outcome(self, push_id: PushId, wait_s: float) -> StepResult:
+        """Waits until the round that counts a commit has been applied.
+
+        Raises:
+            DeadlineExceeded: after `wait_s`. ModelFailed: the model cannot go on. TrainerEnded: the lease has ended.
+        """
+        deadline = Deadline(wait_s)
+        while True:
+            self._check_failed()
+            outcome = self._shard.outcome(push_id)
+            if isinstance(outcome, StepResult):
+                return outcome
+            if outcome is None:
+                raise TrainerEnded(
+                    f"the lease of trainer {push_id.trainer_id} has ended; its step was counted nowhere: connect again"
+                )
+            if not await self._changed.wait(deadline.remaining_s()):
+                raise DeadlineExceeded(
+                    f"server {self._server}: the round after {self._shard.round} of model {self._shard.spec.name!r} was "
+                    f"not decided within {wait_s:g} s; `pserver status` names the trainers it waits for"
+                )
+
+    async def reach(self, round_number: int, wait_s: float) -> None:
+        """Waits until the shard has applied a round; raises as `outcome` does."""
+        deadline = Deadline(wait_s)
+        while self._shard.round < round_number or not self._shard.ready:
+            self._check_failed()
+            if not await self._changed.wait(deadline.remaining_s()):
+                raise DeadlineExceeded(
+                    f"server {self._server}: model {self._shard.spec.name!r} did not reach round {round_number} within "
+                    f"{wait_s:g} s; it is at round {self._shard.round}"
+                )
+        self._check_failed()
+
+    async def read(self, bucket: Bucket) -> tuple[int, memoryview]:
+        """A bucket's bytes and the round they are of. Never torn: no round is applied meanwhile."""
+        async with self._lock:
+            return self._shard.round, memoryview(self._shard.read(bucket.index).numpy().tobytes())
+
+    def _check_failed(self) -> None:
+        if self._shard.failure is not None:
+            raise ModelFailed(self._shard.failure)
+
+
+class ShardHost:
+    """The shards of one server.
+
+    Args:
+        name: of the server.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._shards: dict[str, HostedShard] = {}
+        self._ended: set[int] = set()
+        # One thread: torch parallelises inside, and every thread that calls it would keep a pool of its own.
+        self._arithmetic = ThreadPoolExecutor(1, thread_name_prefix="pserver-arithmetic")
+        self._send: Callable[[Report], None] = lambda report: None
+
+    def close(self) -> None:
+        """Ends the arithmetic thread."""
+        self._arithmetic.shutdown(wait=False, cancel_futures=True)
+
+    def send_reports_to(self, send: Callable[[Report], None]) -> None:
+        """Says where reports go while a link is up."""
+        self._send = send
+
+    def report(self, report: Report) -> None:
+        """Tells the coordinator; if the link is down, it hears at the next one (see `reports`)."""
+        self._send(report)
+
+    async def reports(self) -> list[Report]:
+        """Everything that the coordinator may have missed."""
+        found: list[Report] = []
+        for hosted in list(self._shards.values()):
+            async with hosted.exclusive() as shard:
+                found.extend(shard.reports())
+        return found
+
+    def require_living(self, trainer_id: int) -> None:
+        """Refuses a trainer whose lease has ended.
+
+        Raises:
+            TrainerEnded
+        """
+        if trainer_id in self._ended:
+            raise TrainerEnded(
+                f"server {self.name}: the lease of trainer {trainer_id} has ended; its id is refused for ever: connect "
+                "again to join as a new trainer"
+            )
+
+    async def require(self, model: str, epoch: int, fingerprint: int, trainer_id: int) -> HostedShard:
+        """The shard that a trainer's message is for.
+
+        Raises:
+            TrainerEnded, UnknownModel, ModelFailed, StaleEpoch, LayoutMismatch
+        """
+        self.require_living(trainer_id)
+        hosted = self._shards.get(model)
+        if hosted is None:
+            raise UnknownModel(
+                f"server {self.name} holds no shard of model {model!r}; it holds {sorted(self._shards)}. Register the model"
+            )
+        async with hosted.exclusive() as shard:
+            shard.check(epoch, fingerprint)
+        return hosted
+
+    async def handle(self, command: Command) -> None:
+        """Carries out one command of the coordinator; commands come one after the other."""
+        if isinstance(command, CreateShard):
+            await self._create(command)
+        elif isinstance(command, EndTrainer):
+            await self._end_trainer(command.trainer_id)
+        else:
+            hosted = self._shards.get(command.model)
+            if hosted is None or hosted.epoch != command.epoch:
+                return
+            if isinstance(command, Apply):
+                await self._apply(hosted, command)
+            elif isinstance(command, DropShard):
+                del self._shards[command.model]
+                await self._fail(hosted, f"model {command.model!r} was dropped")
+            elif isinstance(command, FailModel):
+                await self._fail(hosted, command.reason)
+            else:
+                await self._ready(hosted, command)
+
+    async def _create(self, command: CreateShard) -> None:
+        name = command.spec.name
+        known = self._shards.get(name)
+        if known is not None and known.epoch == command.epoch:
+            return
+        try:
+            shard = await asyncio.get_running_loop().run_in_executor(self._arithmetic, Shard, command)
+        except (PserverError, RuntimeError, MemoryError) as error:
+            logger.exception("cannot make the shard of model %s", name)
+            self.report(ShardCreated(model=name, epoch=command.epoch, failure=f"{type(error).__name__}: {error}"))
+            return
+        self._shards[name] = HostedShard(self.name, shard, self._arithmetic)
+        logger.info("shard of model %s: %d buckets, %d bytes", name, len(shard.buckets), shard.num_bytes)
+        self.report(ShardCreated(model=name, epoch=command.epoch))
+
+    async def _ready(self, hosted: HostedShard, command: ModelReady) -> None:
+        async with hosted.exclusive() as shard:
+            shard.ready = True
+        hosted.wake()
+
+    async def _apply(self, hosted: HostedShard, command: Apply) -> None:
+        try:
+            report = await hosted.work(lambda shard: shard.apply(command.decision))
+        except Exception as error:  # whatever torch raises: the model has failed on this shard, and says so
+            logger.exception("model %s: round %d failed", command.model, command.decision.round)
+            why = f"{type(error).__name__}: {error}"
+            await self._fail(hosted, f"model {command.model!r}: server {self.name} could not apply a round: {why}")
+            report = Applied(
+                model=command.model, epoch=command.epoch, round=command.decision.round, version=0, failure=why
+            )
+        hosted.wake()
+        self.report(report)
+
+    async def _fail(self, hosted: HostedShard, reason: str) -> None:
+        async with hosted.exclusive() as shard:
+            shard.failure = shard.failure or reason
+        logger.error("%s", reason)
+        hosted.wake()
+
+    async def _end_trainer(self, trainer_id: int) -> None:
+        self._ended.add(trainer_id)
+        for hosted in self._shards.values():
+            async with hosted.exclusive() as shard:
+                shard.end_trainer(trainer_id)
+            hosted.wake()

@@ -1,0 +1,99 @@
+"""The Shards service: decode, call the core, encode."""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import TypeVar
+
+from pserver.core.staging import Staging
+from pserver.errors import InvalidRequest
+from pserver.server.shard_host import HostedShard, ShardHost
+from pserver.transport.chunks import ChunkPacker
+from pserver.transport.convert import commit_from_proto, outcome_to_proto, push_id_from_proto
+from pserver.transport.gen import shards_pb2 as pb
+from pserver.transport.gen.types_pb2 import Chunk
+from pserver.wire.layout import Bucket
+
+R = TypeVar("R")
+
+
+class ShardService:
+    """Serves the RPCs of shards.proto."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._host = host
+
+    async def initialise(self, requests: AsyncIterator[pb.InitialiseRequest]) -> pb.InitialiseReply:
+        first = await _first(requests)
+        push_id = push_id_from_proto(first.push_id)
+        hosted = await self._require(first.shard, push_id.trainer_id)
+        staging = Staging(hosted.buckets)
+        _stage(staging, first)
+        async for request in requests:
+            _stage(staging, request)
+        self._host.require_living(push_id.trainer_id)
+        self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging)))
+        return pb.InitialiseReply()
+
+    async def pull(self, request: pb.PullRequest) -> AsyncIterator[pb.PullReply]:
+        hosted = await self._require(request.shard, request.trainer_id)
+        await hosted.reach(request.min_round, request.wait_s)
+        buckets = hosted.buckets if request.include_buffers else hosted.trained
+        async for round_number, chunks in _read(hosted, buckets):
+            yield pb.PullReply(round=round_number, chunks=chunks)
+
+    async def step(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[pb.StepReply]:
+        first = await _first(requests)
+        push_id = push_id_from_proto(first.push_id)
+        hosted = await self._require(first.shard, push_id.trainer_id)
+        staging = Staging(hosted.trained)
+        last = first
+        _stage(staging, first)
+        async for last in requests:
+            _stage(staging, last)
+        self._host.require_living(push_id.trainer_id)
+        commit = commit_from_proto(last.commit) if last.HasField("commit") else None
+        absent = frozenset(first.absent_tensors)
+        report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, staging, absent, commit))
+        if report is not None:
+            self._host.report(report)
+        if commit is None:
+            return
+        result = await hosted.outcome(push_id, last.commit.wait_s)
+        yield pb.StepReply(outcome=outcome_to_proto(result), round=result.round)
+        async for round_number, chunks in _read(hosted, hosted.trained):
+            yield pb.StepReply(round=round_number, chunks=chunks)
+
+    async def drop_context(self, request: pb.DropContextRequest) -> pb.DropContextReply:
+        push_id = push_id_from_proto(request.push_id)
+        hosted = await self._require(request.shard, push_id.trainer_id)
+        async with hosted.exclusive() as shard:
+            shard.drop_context(push_id, request.context_id)
+        return pb.DropContextReply()
+
+    async def _require(self, address: pb.ShardAddress, trainer_id: int) -> HostedShard:
+        return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
+
+
+async def _first(requests: AsyncIterator[R]) -> R:
+    async for request in requests:
+        return request
+    raise InvalidRequest("the stream ended before its first message")
+
+
+def _stage(staging: Staging, request: pb.InitialiseRequest | pb.StepRequest) -> None:
+    for chunk in request.chunks:
+        staging.add_chunk(chunk.bucket, chunk.offset_bytes, chunk.dtype, chunk.data)
+
+
+async def _read(hosted: HostedShard, buckets: Iterable[Bucket]) -> AsyncIterator[tuple[int, list[Chunk]]]:
+    """The values of these buckets as messages, each with the round it is of."""
+    packer = ChunkPacker()
+    packed_round: int | None = None
+    for bucket in buckets:
+        round_number, data = await hosted.read(bucket)
+        if packed_round is not None and round_number != packed_round:
+            yield packed_round, packer.rest()
+        packed_round = round_number
+        for chunks in packer.add(bucket, data):
+            yield packed_round, chunks
+    if packed_round is not None:
+        yield packed_round, packer.rest()

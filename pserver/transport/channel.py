@@ -1,0 +1,56 @@
+"""The seam between this package and a network: one primitive, implemented over gRPC and in process."""
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from typing import Protocol, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from pserver.errors import InternalError
+from pserver.transport.methods import Method
+
+M = TypeVar("M", bound=Message)
+
+
+class Channel(Protocol):
+    """A way to one server. Used from one event loop."""
+
+    @property
+    def address(self) -> str:
+        """Where the server is, for messages to users."""
+        ...
+
+    def call(self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float) -> AsyncGenerator[Message, None]:
+        """Calls an RPC of any shape; replies come as they arrive.
+
+        Raises (while iterating):
+            PserverError: what the server raised, `ServerUnavailable` if it could not be reached or the connection
+                broke, or `DeadlineExceeded` after `timeout_s`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes the connection; calls in flight end with `ServerUnavailable`."""
+        ...
+
+
+class Connector(Protocol):
+    """Opens channels."""
+
+    def __call__(self, address: str) -> Channel:
+        """A channel to "host:port"; connects on first use."""
+        ...
+
+
+async def unary(channel: Channel, method: Method, request: Message, reply_type: type[M], *, timeout_s: float) -> M:
+    """Calls an RPC that has one request and one reply."""
+    found: Message | None = None
+    async for reply in channel.call(method, one(request), timeout_s=timeout_s):
+        found = reply
+    if not isinstance(found, reply_type):
+        raise InternalError(f"{method.path} at {channel.address} ended without a {reply_type.__name__}")
+    return cast(M, found)
+
+
+async def one(message: Message) -> AsyncIterator[Message]:
+    """A stream of one message."""
+    yield message

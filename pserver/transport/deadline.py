@@ -1,0 +1,69 @@
+"""Deadlines, and retries that respect them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+import logging
+import random
+import time
+from typing import TypeVar
+
+from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+#: A wait is mentioned once it has lasted this long.
+SAY_SO_AFTER_S = 2.0
+
+
+class Deadline:
+    """A moment on the monotonic clock, `timeout_s` from now."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left; 0 if it has passed."""
+        return max(0.0, self._at - time.monotonic())
+
+    def elapsed_s(self) -> float:
+        """Seconds since it was made."""
+        return self.timeout_s - (self._at - time.monotonic())
+
+
+async def retry(attempt: Callable[[float], Awaitable[T]], *, deadline: Deadline, what: str) -> T:
+    """Repeats an attempt that fails in a way that may pass, with full-jitter backoff, until the deadline.
+
+    The backoff follows https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/ (full jitter, capped).
+
+    Args:
+        attempt: called with the seconds left. Must be safe to repeat.
+        deadline: of all attempts together.
+        what: what is attempted and where, for messages, for example "joining the coordinator at 127.0.0.1:7077".
+
+    Raises:
+        ServerUnavailable: the deadline passed; names the last failure.
+        PserverError: an attempt failed in a way that repeating cannot mend.
+    """
+    backoff_s = FIRST_BACKOFF_S
+    said_so = False
+    while True:
+        try:
+            return await attempt(deadline.remaining_s())
+        except PserverError as error:
+            if not error.retryable:
+                raise
+            last = error
+        pause_s = random.uniform(0, backoff_s)
+        if deadline.remaining_s() <= pause_s:
+            kind = ServerUnavailable if isinstance(last, ServerUnavailable) else DeadlineExceeded
+            raise kind(f"{what}: gave up after {deadline.timeout_s:g} s; last failure: {last}") from None
+        if not said_so and deadline.elapsed_s() > SAY_SO_AFTER_S:
+            said_so = True
+            logger.warning("%s: still trying, for another %.0f s: %s", what, deadline.remaining_s(), last)
+        await asyncio.sleep(pause_s)
+        backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)

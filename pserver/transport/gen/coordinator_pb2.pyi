@@ -1,0 +1,356 @@
+from pserver.transport.gen import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JoinRequest(_message.Message):
+    __slots__ = ("nonce", "rank", "protocol")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    rank: int
+    protocol: int
+    def __init__(self, nonce: _Optional[str] = ..., rank: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("trainer_id", "rank", "lease_s")
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    rank: int
+    lease_s: float
+    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("trainer_id", "sent_bytes", "received_bytes", "reported")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    sent_bytes: int
+    received_bytes: int
+    reported: _containers.ScalarMap[str, float]
+    def __init__(self, trainer_id: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("lease_s",)
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("push_id",)
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    push_id: _types_pb2.PushId
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RegisterModelRequest(_message.Message):
+    __slots__ = ("push_id", "spec", "wait_s")
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    push_id: _types_pb2.PushId
+    spec: _types_pb2.ModelSpec
+    wait_s: float
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class RegisterModelReply(_message.Message):
+    __slots__ = ("initialise", "placement", "epoch")
+    INITIALISE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    initialise: bool
+    placement: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardPlacement]
+    epoch: int
+    def __init__(self, initialise: _Optional[bool] = ..., placement: _Optional[_Iterable[_Union[_types_pb2.ShardPlacement, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("push_id", "model")
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    push_id: _types_pb2.PushId
+    model: str
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
+
+class DropModelRequest(_message.Message):
+    __slots__ = ("push_id", "model")
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    push_id: _types_pb2.PushId
+    model: str
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class DropModelReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("servers", "models", "trainers")
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerStatus]
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
+    def __init__(self, servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
+
+class ServerStatus(_message.Message):
+    __slots__ = ("name", "address", "alive", "silent_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    alive: bool
+    silent_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("name", "state", "failure", "sync_policy", "optimizer", "round", "waiting_for_ranks", "missing_trainers", "shards")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SYNC_POLICY_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_RANKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    failure: str
+    sync_policy: str
+    optimizer: str
+    round: int
+    waiting_for_ranks: _containers.RepeatedScalarFieldContainer[int]
+    missing_trainers: int
+    shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., sync_policy: _Optional[str] = ..., optimizer: _Optional[str] = ..., round: _Optional[int] = ..., waiting_for_ranks: _Optional[_Iterable[int]] = ..., missing_trainers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("server", "num_bytes", "round", "version")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    num_bytes: int
+    round: int
+    version: int
+    def __init__(self, server: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class TrainerStatus(_message.Message):
+    __slots__ = ("trainer_id", "rank", "step", "lease_s", "lag_rounds", "sent_bytes", "received_bytes", "reported")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    LAG_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    rank: int
+    step: int
+    lease_s: float
+    lag_rounds: int
+    sent_bytes: int
+    received_bytes: int
+    reported: _containers.ScalarMap[str, float]
+    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ..., lag_rounds: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ServerMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_CREATED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INITIALISED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    shard_created: ShardCreated
+    shard_initialised: ShardInitialised
+    committed: Committed
+    applied: Applied
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("name", "address", "incarnation", "protocol")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    incarnation: int
+    protocol: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardCreated(_message.Message):
+    __slots__ = ("model", "epoch", "failure")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    failure: str
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class ShardInitialised(_message.Message):
+    __slots__ = ("model", "epoch", "trainer_id")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    trainer_id: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("model", "epoch", "trainer_id", "step", "samples", "options")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    trainer_id: int
+    step: int
+    samples: int
+    options: bytes
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., options: _Optional[bytes] = ...) -> None: ...
+
+class Applied(_message.Message):
+    __slots__ = ("model", "epoch", "round", "version", "failure")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    round: int
+    version: int
+    failure: str
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class CoordinatorMessage(_message.Message):
+    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    CREATE_SHARD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_READY_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    END_TRAINER_FIELD_NUMBER: _ClassVar[int]
+    FAIL_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DROP_SHARD_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    create_shard: CreateShard
+    model_ready: ModelReady
+    apply: Apply
+    end_trainer: EndTrainer
+    fail_model: FailModel
+    drop_shard: DropShard
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("lease_s",)
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+
+class CreateShard(_message.Message):
+    __slots__ = ("spec", "epoch", "first_bucket", "last_bucket")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    LAST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.ModelSpec
+    epoch: int
+    first_bucket: int
+    last_bucket: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., first_bucket: _Optional[int] = ..., last_bucket: _Optional[int] = ...) -> None: ...
+
+class ModelReady(_message.Message):
+    __slots__ = ("model", "epoch")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Apply(_message.Message):
+    __slots__ = ("model", "epoch", "decision")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    decision: _types_pb2.Decision
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., decision: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ...) -> None: ...
+
+class EndTrainer(_message.Message):
+    __slots__ = ("trainer_id",)
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    def __init__(self, trainer_id: _Optional[int] = ...) -> None: ...
+
+class FailModel(_message.Message):
+    __slots__ = ("model", "epoch", "reason")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    reason: str
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DropShard(_message.Message):
+    __slots__ = ("model", "epoch")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,73 @@
+"""Channels over gRPC."""
+
+from collections.abc import AsyncGenerator, AsyncIterable
+from typing import Any
+
+from google.protobuf.message import Message
+import grpc
+
+from pserver.errors import InternalError
+from pserver.transport.methods import Method
+from pserver.transport.status import from_rpc_error
+
+_OPTIONS = (
+    # Sizes are checked message by message; no limit on a message is ever the user's problem.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A peer that vanished without closing is noticed; the server allows these pings (see grpc_server).
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Our own retry decides when to dial again; gRPC's default backs off up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A channel of its own is a connection of its own: lease renewal must not share one with bulk data.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class GrpcChannel:
+    """A `Channel` over one gRPC connection. Make and use it on one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stubs: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def call(
+        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
+    ) -> AsyncGenerator[Message, None]:
+        stub = self._stubs.get(method.path)
+        if stub is None:
+            stub = self._stubs[method.path] = self._make_stub(method)
+        argument: Any = requests
+        if not method.client_streaming:
+            argument = await anext(aiter(requests))
+        try:
+            if method.server_streaming:
+                async for reply in stub(argument, timeout=timeout_s):
+                    yield reply
+            else:
+                yield await stub(argument, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self._address) from None
+        except grpc.aio.UsageError as error:
+            raise InternalError(f"server at {self._address}: the channel was closed during a call ({error})") from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _make_stub(self, method: Method) -> Any:
+        sides = ("stream" if each else "unary" for each in (method.client_streaming, method.server_streaming))
+        make = getattr(self._channel, "_".join(sides))
+        return make(
+            method.path,
+            request_serializer=method.request_type.SerializeToString,
+            response_deserializer=method.reply_type.FromString,
+        )

@@ -1,0 +1,161 @@
+"""Serves handlers over gRPC, with the standard health and reflection services."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+import logging
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from pserver.errors import ConfigError, InternalError, InvalidRequest, PserverError
+from pserver.transport.methods import Handler, Method
+from pserver.transport.status import ERROR_KEY, status_code, to_wire
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+#: RPCs that last as long as the server.
+_ENDLESS = frozenset({"Link"})
+
+
+class GrpcServer:
+    """A gRPC server on one address. Make, start and stop it on one event loop.
+
+    Args:
+        handlers: RPCs by path, as `bind` makes them.
+        host, port: where to listen; port 0 takes any free one.
+    """
+
+    def __init__(self, handlers: Mapping[str, tuple[Method, Handler]], *, host: str, port: int) -> None:
+        self._host = host
+        self._handlers = handlers
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        self._requested_port = port
+        self._calls = _CallsUnderWay()
+        self._services = sorted({method.service for method, _ in handlers.values()})
+
+    async def start(self) -> str:
+        """Listens and returns the address as host:port.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        wanted = f"{self._host}:{self._requested_port}"
+        try:
+            port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {wanted}: {error}; the port may be taken (use --port 0 for any free one), or the "
+                "address may not be this machine's"
+            ) from None
+        for service in self._services:
+            chosen = {m.name: _rpc_handler(m, h, self._calls) for m, h in self._handlers.values() if m.service == service}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, chosen),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            self._server,
+        )
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._host}:{port}"
+
+    async def drain(self, grace_s: float) -> None:
+        """Says NOT_SERVING, and returns at the first moment without a call under way, or after `grace_s`.
+
+        Calls go on being answered meanwhile, since the ones under way may wait for them (a round waits for every
+        trainer). Calls without an end of their own, the links of servers, do not count.
+        """
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._calls.idle.wait()
+        except TimeoutError:
+            logger.warning("%d calls were still under way after %g s and are cut", self._calls.number, grace_s)
+
+    async def stop(self) -> None:
+        """Stops answering; calls under way are cut."""
+        await self._server.stop(None)
+
+    async def _set_health(self, status: Any) -> None:
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+
+class _CallsUnderWay:
+    def __init__(self) -> None:
+        self.number = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @contextmanager
+    def counted(self, method: Method) -> Iterator[None]:
+        if method.name in _ENDLESS:
+            yield
+            return
+        self.number += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.number -= 1
+            if not self.number:
+                self.idle.set()
+
+
+def _rpc_handler(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
+    sides = ("stream" if each else "unary" for each in (method.client_streaming, method.server_streaming))
+    make = getattr(grpc, "_".join(sides) + "_rpc_method_handler")
+    # Requests are decoded inside the handler, so that a malformed one is refused by name.
+    return make(_served(method, handler, calls), response_serializer=method.reply_type.SerializeToString)
+
+
+def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
+    async def stream(argument: Any, context: Any) -> AsyncIterator[Message]:
+        try:
+            with calls.counted(method):
+                async with aclosing(handler(_decoded(method, argument))) as replies:
+                    async for reply in replies:
+                        yield reply
+        except PserverError as error:
+            await _abort(context, error)
+        except DecodeError as error:
+            await _abort(context, InvalidRequest(f"{method.path}: a message could not be decoded: {error}"))
+        except Exception as error:
+            logger.exception("%s failed", method.path)
+            await _abort(context, InternalError(f"{method.path} failed with {type(error).__name__}: {error}"))
+
+    async def unary(argument: Any, context: Any) -> Message | None:
+        found = None
+        async for reply in stream(argument, context):
+            found = reply
+        return found
+
+    return stream if method.server_streaming else unary
+
+
+async def _decoded(method: Method, argument: Any) -> AsyncIterator[Message]:
+    if not method.client_streaming:
+        yield method.request_type.FromString(argument)
+        return
+    async for data in argument:
+        yield method.request_type.FromString(data)
+
+
+async def _abort(context: Any, error: PserverError) -> None:
+    name, message = to_wire(error)
+    await context.abort(status_code(error), message, trailing_metadata=((ERROR_KEY, name),))

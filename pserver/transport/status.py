@@ -1,0 +1,52 @@
+"""Errors <-> gRPC status. An error crosses as its status code, its message, and its class name in trailing metadata."""
+
+import grpc
+
+from pserver.errors import ERRORS, DeadlineExceeded, InternalError, InvalidRequest, ProtocolMismatch, PserverError
+from pserver.errors import ServerUnavailable
+
+ERROR_KEY = "pserver-error"
+#: Headers have a limit of their own; a longer message is cut.
+MAX_MESSAGE_CHARACTERS = 4000
+
+_BY_CODE: dict[str, type[PserverError]] = {
+    "UNAVAILABLE": ServerUnavailable,
+    "CANCELLED": ServerUnavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "UNIMPLEMENTED": ProtocolMismatch,
+    "RESOURCE_EXHAUSTED": InvalidRequest,
+    "INVALID_ARGUMENT": InvalidRequest,
+}
+_REMEDY = {
+    "UNAVAILABLE": "check that it runs and that the address is right (`pserver status` shows the cluster)",
+    "CANCELLED": "the connection was closed while the call was under way",
+    "DEADLINE_EXCEEDED": "it did not answer in time; it may be overloaded, stopped or cut off",
+    "UNIMPLEMENTED": "the server speaks another version of the protocol; install the same pserver on both",
+}
+
+
+def status_code(error: PserverError) -> grpc.StatusCode:
+    """The gRPC status code that carries an error."""
+    code: grpc.StatusCode = grpc.StatusCode[error.status]
+    return code
+
+
+def to_wire(error: PserverError) -> tuple[str, str]:
+    """The class name and the message that travel."""
+    return type(error).__name__, str(error)[:MAX_MESSAGE_CHARACTERS]
+
+
+def from_wire(name: str, message: str) -> PserverError:
+    """The error that `to_wire` described."""
+    return ERRORS.get(name, InternalError)(message)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> PserverError:
+    """The error that a failed call stands for: the server's own if it raised one, else one about the connection."""
+    name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
+    details = error.details() or ""
+    if name is not None:
+        return from_wire(str(name), details)
+    code = error.code().name
+    remedy = _REMEDY.get(code, "see the server's log")
+    return _BY_CODE.get(code, InternalError)(f"server at {address}: {code}: {details}; {remedy}")

@@ -1,0 +1,108 @@
+"""The element types that travel, and tensors as raw bytes without a copy."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pserver.errors import InvalidRequest, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementType:
+    """One row of the table: torch's dtype, its code on the wire (`DType` in types.proto) and the dtype of its master.
+
+    The master is what a server stores and steps: at least float32 for floating point.
+    """
+
+    dtype: torch.dtype
+    code: int
+    master: torch.dtype
+
+
+_ROWS = (
+    ElementType(dtype=torch.float32, code=1, master=torch.float32),
+    ElementType(dtype=torch.float64, code=2, master=torch.float64),
+    ElementType(dtype=torch.float16, code=3, master=torch.float32),
+    ElementType(dtype=torch.bfloat16, code=4, master=torch.float32),
+    ElementType(dtype=torch.int64, code=5, master=torch.int64),
+    ElementType(dtype=torch.int32, code=6, master=torch.int32),
+    ElementType(dtype=torch.int16, code=7, master=torch.int16),
+    ElementType(dtype=torch.int8, code=8, master=torch.int8),
+    ElementType(dtype=torch.uint8, code=9, master=torch.uint8),
+    ElementType(dtype=torch.bool, code=10, master=torch.bool),
+    ElementType(dtype=torch.complex64, code=11, master=torch.complex64),
+    ElementType(dtype=torch.complex128, code=12, master=torch.complex128),
+)
+_BY_DTYPE = {row.dtype: row for row in _ROWS}
+_BY_CODE = {row.code: row for row in _ROWS}
+
+
+def element_type(dtype: torch.dtype) -> ElementType:
+    """The row of a torch dtype.
+
+    Raises:
+        UnsupportedModel: tensors of that dtype cannot travel.
+    """
+    row = _BY_DTYPE.get(dtype)
+    if row is None:
+        known = ", ".join(str(each.dtype).removeprefix("torch.") for each in _ROWS)
+        raise UnsupportedModel(f"tensors of {dtype} cannot travel; expected one of {known}; convert it first")
+    return row
+
+
+def dtype_of_code(code: int) -> torch.dtype:
+    """The torch dtype of a wire code.
+
+    Raises:
+        InvalidRequest: no such code.
+    """
+    row = _BY_CODE.get(code)
+    if row is None:
+        raise InvalidRequest(f"element type code {code} is unknown; expected one of {sorted(_BY_CODE)}")
+    return row.dtype
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous CPU tensor as a 1-D uint8 tensor that shares its memory.
+
+    A view or slice yields its own elements only, never the rest of its storage.
+
+    Raises:
+        InvalidRequest: the tensor is not contiguous or not on the CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InvalidRequest(
+            f"expected a contiguous CPU tensor, got one on {tensor.device} with strides {tensor.stride()}; "
+            "copy it with .cpu().contiguous() first"
+        )
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The tensor's own elements in row-major order, little-endian; one copy. The tensor may be of any layout or device."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return byte_view(plain).numpy().tobytes()
+
+
+def from_bytes(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A new CPU tensor that owns a copy of `data`.
+
+    Raises:
+        InvalidRequest: a negative dimension, or a size that does not fit the data.
+    """
+    element_type(dtype)
+    num_elements = 1
+    for size in shape:
+        if size < 0:
+            raise InvalidRequest(f"a tensor's dimensions must not be negative, got shape {shape}")
+        num_elements *= size
+    if num_elements * dtype.itemsize != len(data):
+        raise InvalidRequest(
+            f"a tensor of shape {shape} and {dtype} has {num_elements * dtype.itemsize} bytes, but {len(data)} came"
+        )
+    if num_elements == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

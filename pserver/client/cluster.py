@@ -206,7 +206,7 @@ class Cluster:
         return self._push_ids
 
     def channel(self, address: str) -> Channel:
-        """The channel to a server. On the network loop only."""
+        """The channel to a server; used on the network loop only."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._connect_channel(address)

@@ -29,11 +29,11 @@ _OPTIONS = (
 
 
 class GrpcChannel:
-    """A `Channel` over one gRPC connection. Make and use it on one event loop."""
+    """A `Channel` over one gRPC connection. May be made anywhere; belongs to the event loop of its first call."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
 
     @property
@@ -61,9 +61,12 @@ class GrpcChannel:
             raise InternalError(f"server at {self._address}: the channel was closed during a call ({error})") from None
 
     async def close(self) -> None:
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     def _make_stub(self, method: Method) -> Any:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
         sides = ("stream" if each else "unary" for each in (method.client_streaming, method.server_streaming))
         make = getattr(self._channel, "_".join(sides))
         return make(

@@ -14,6 +14,10 @@ from benchmarks.report import print_table, write_json
 from benchmarks.threads import set_threads
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     name: Annotated[str | None, typer.Argument(help="Which benchmark to run; --list shows them.")] = None,
     json: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
@@ -38,4 +42,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

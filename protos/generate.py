@@ -1,13 +1,13 @@
-"""Regenerates pserver/transport/gen from protos/pserver/v1; `make protos` runs it, and CI checks that it changes nothing.
+"""Regenerates pserver/transport/gen from protos/pserver/v1. `make protos` runs it; CI checks that it changes nothing.
 
 protoc writes imports for a package named after the proto package (`pserver.v1`). The generated code lives elsewhere, so
 the imports are rewritten.
 """
 
-from pathlib import Path
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 from grpc_tools import protoc
 
@@ -22,7 +22,9 @@ def main() -> int:
         if protoc.main(arguments) != 0:
             return 1
         for generated in (Path(scratch) / "pserver" / "v1").iterdir():
-            text = re.sub(r"^from pserver\.v1 import", "from pserver.transport.gen import", generated.read_text(), flags=re.M)
+            text = re.sub(
+                r"^from pserver\.v1 import", "from pserver.transport.gen import", generated.read_text(), flags=re.M
+            )
             (OUTPUT / generated.name).write_text(text)
     return 0
 

@@ -1,8 +1,8 @@
 """Settings: one precedence (argument > environment > default), resolved here; nothing else reads `os.environ`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-import os
 from typing import TypeVar
 
 from pserver.errors import ConfigError
@@ -10,7 +10,9 @@ from pserver.errors import ConfigError
 T = TypeVar("T", int, float, str)
 
 
-def _resolve(kind: type[T], argument: T | None, variable: str, environ: Mapping[str, str], default: T | None) -> T | None:
+def _resolve(
+    kind: type[T], argument: T | None, variable: str, environ: Mapping[str, str], default: T | None
+) -> T | None:
     if argument is not None:
         return argument
     text = environ.get(variable)
@@ -108,4 +110,6 @@ class ServerSettings:
             raise ConfigError(f"min_servers must be at least 1, but is {self.min_servers}")
         for field_name in ("trainer_lease_s", "server_lease_s"):
             if not getattr(self, field_name) > 0:
-                raise ConfigError(f"{field_name} must be a positive number of seconds, but is {getattr(self, field_name)}")
+                raise ConfigError(
+                    f"{field_name} must be a positive number of seconds, but is {getattr(self, field_name)}"
+                )

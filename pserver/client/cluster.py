@@ -2,11 +2,11 @@
 
 import asyncio
 import atexit
+import logging
+import secrets
 from collections.abc import Coroutine
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-import logging
-import secrets
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -195,9 +195,7 @@ class Cluster:
             InvalidRequest: the session is not started, or closed.
         """
         if self._member is None or self._closed:
-            raise InvalidRequest(
-                "the cluster session is not open; use it inside `with pserver.connect() as cluster:`"
-            )
+            raise InvalidRequest("the cluster session is not open; use it inside `with pserver.connect() as cluster:`")
         return self._member
 
     @property

@@ -1,9 +1,9 @@
 """The trainer's part of autograd contexts: gradients that no server has yet."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 import itertools
 import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,7 +57,8 @@ class ContextBook:
         context = self._open.get(context_id)
         if context is None:
             raise UnknownContext(
-                f"context {context_id} is not open on this trainer; use the id inside its `with pserver.autograd.context()`"
+                f"context {context_id} is not open on this trainer; use the id inside its "
+                "`with pserver.autograd.context()` block"
             )
         return context
 

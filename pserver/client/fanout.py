@@ -29,10 +29,13 @@ async def fan_out(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
-    for failure in failures:
-        if not isinstance(failure, PserverError):
-            raise failure
+    failures: list[PserverError] = []
+    for task in tasks:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, PserverError):
+            failures.append(error)
+        elif error is not None:
+            raise error
     if len(failures) == 1:
         raise failures[0]
     if failures:

@@ -11,7 +11,7 @@ import torch
 
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import Bucket, Layout
-from pserver.wire.tensors import byte_view
+from pserver.wire.tensors import memory_of
 
 
 class FlatBuffers:
@@ -36,8 +36,8 @@ class FlatBuffers:
             self._near[place.flat][place.offset : place.offset + spec.num_elements].view(spec.shape)
             for spec, place in zip(layout.tensors, layout.places, strict=True)
         ]
-        self._bytes = [memoryview(byte_view(each).numpy()) for each in self._host]
-        self._stream = torch.cuda.Stream(device) if self._on_cuda else None
+        self._bytes = [memory_of(each) for each in self._host]
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
 
     def bucket_bytes(self, bucket: Bucket) -> memoryview:
@@ -96,7 +96,7 @@ class FlatBuffers:
             for host, near in zip(self._host, self._near, strict=True):
                 target, source = (host, near) if to_host else (near, host)
                 target.copy_(source, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
         if to_host:
             self._copied.synchronize()
@@ -107,7 +107,7 @@ class FlatBuffers:
         spec = self._layout.tensors[index]
         if tensor.layout is not torch.strided:
             raise InvalidRequest(
-                f"the gradient of {spec.name!r} is {tensor.layout}; only dense gradients can be pushed: use sparse=False"
+                f"the gradient of {spec.name!r} is {tensor.layout}; only dense ones can be pushed: use sparse=False"
             )
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device != self._device:
             raise InvalidRequest(

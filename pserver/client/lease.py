@@ -1,8 +1,8 @@
 """Keeps a trainer's lease alive on a thread and a connection of its own."""
 
 import asyncio
-from collections.abc import Callable, Mapping
 import logging
+from collections.abc import Callable, Mapping
 
 from pserver.client.shard_client import Traffic
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable

@@ -1,8 +1,8 @@
 """A model whose parameters live on servers: registration, pushes, steps and pulls."""
 
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-import logging
 
 import torch
 
@@ -68,9 +68,7 @@ class SharedModel:
         self._spec = ModelSpec(
             name=name,
             tensors=tuple(
-                TensorSpec(
-                    name=each.name, shape=tuple(each.tensor.shape), dtype=each.tensor.dtype, group=each.group
-                )
+                TensorSpec(name=each.name, shape=tuple(each.tensor.shape), dtype=each.tensor.dtype, group=each.group)
                 for each in tensors
             ),
             bucket_bytes=bucket_bytes,

@@ -210,7 +210,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         )
         self.last_result: StepResult | None = None
 
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1) -> Any:
         """Steps with the mean of all trainers' gradients; the parameters are complete when it returns.
 
         Args:
@@ -283,9 +283,7 @@ def _group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, in
     return {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
 
 
-def _in_groups(
-    named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
-) -> list[torch.Tensor]:
+def _in_groups(named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
     """The parameters that are stepped, in order of registration.
 
     Raises:

@@ -1,8 +1,8 @@
 """Hands out push ids and remembers which outcomes are still unknown."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-import threading
 
 from pserver.types import PushId
 

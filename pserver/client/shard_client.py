@@ -149,9 +149,7 @@ class ShardClient:
 
     async def drop_context(self, push_id: PushId, context_id: int, timeout_s: float) -> None:
         """Frees a context that will not be committed."""
-        request = pb.DropContextRequest(
-            shard=self._address, push_id=push_id_to_proto(push_id), context_id=context_id
-        )
+        request = pb.DropContextRequest(shard=self._address, push_id=push_id_to_proto(push_id), context_id=context_id)
         async for _ in self._channel.call(SHARDS["DropContext"], one(request), timeout_s=timeout_s):
             pass
 

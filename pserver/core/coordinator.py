@@ -8,8 +8,22 @@ from dataclasses import dataclass
 
 from pserver.core.dedup import DedupTable
 from pserver.core.membership import Member, Membership
-from pserver.core.messages import Applied, Apply, Command, Committed, CreateShard, DropShard, EndTrainer, FailModel
-from pserver.core.messages import ModelReady, ModelSpec, Report, ShardCreated, ShardInitialised, ShardPlacement
+from pserver.core.messages import (
+    Applied,
+    Apply,
+    Command,
+    Committed,
+    CreateShard,
+    DropShard,
+    EndTrainer,
+    FailModel,
+    ModelReady,
+    ModelSpec,
+    Report,
+    ShardCreated,
+    ShardInitialised,
+    ShardPlacement,
+)
 from pserver.core.models import Model, ModelState
 from pserver.errors import ConfigError, ModelFailed, UnknownModel
 from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
@@ -214,7 +228,7 @@ class Coordinator:
     # Time
 
     def expire(self, now_s: float) -> None:
-        """Ends leases that have run out. Call it often; after a pause of the caller's own, leases are extended first."""
+        """Ends leases that have run out. Call it often; after a pause of the caller's own, it extends leases first."""
         pause_s = now_s - self._looked_s
         self._looked_s = now_s
         if pause_s > PAUSE_PART_OF_LEASE * min(self.server_lease_s, self.trainer_lease_s):

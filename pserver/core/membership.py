@@ -79,7 +79,7 @@ class Membership:
             return member
         if trainer_id in self._ended:
             raise TrainerEnded(
-                f"the lease of trainer {trainer_id} has ended (it did not renew within {self.lease_s:g} s, or it left); "
+                f"the lease of trainer {trainer_id} has ended (it left, or did not renew within {self.lease_s:g} s); "
                 "its id is refused for ever: connect again to join as a new trainer"
             )
         raise InvalidRequest(f"trainer {trainer_id} is unknown to this coordinator; connect again")

@@ -77,15 +77,22 @@ class Model:
         """
         difference = first_difference(self.spec.tensors, offered.tensors)
         if difference is None:
-            for field in ("optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "bucket_bytes", "world_size"):
+            for field in (
+                "optimizer",
+                "optimizer_groups",
+                "sync_policy",
+                "sync_policy_arguments",
+                "bucket_bytes",
+                "world_size",
+            ):
                 ours, theirs = getattr(self.spec, field), getattr(offered, field)
                 if ours != theirs:
                     difference = f"{field}: expected {ours}, got {theirs}"
                     break
         if difference is not None:
             raise LayoutMismatch(
-                f"model {self.spec.name!r} is registered with another description; {difference}. Build the model and its "
-                "optimizer in the same way and order on every trainer, or register it under another name"
+                f"model {self.spec.name!r} is registered with another description; {difference}. Build the model and "
+                "its optimizer in the same way and order on every trainer, or register it under another name"
             )
 
     def shard_created(self, server: str) -> None:

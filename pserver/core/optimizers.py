@@ -1,9 +1,10 @@
 """Optimizers that servers can run: torch's own classes, by name."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-import inspect
+from typing import Any
 
 import torch
 
@@ -88,9 +89,7 @@ def _plain(name: str, key: str, value: object) -> object:
         return value
     if isinstance(value, tuple | list):
         return tuple(_plain(name, key, each) for each in value)
-    raise UnsupportedOptimizer(
-        f"{name}: the option {key!r} must be a number or a tuple of numbers, but is {value!r}"
-    )
+    raise UnsupportedOptimizer(f"{name}: the option {key!r} must be a number or a tuple of numbers, but is {value!r}")
 
 
 def check_groups(name: str, groups: Sequence[GroupOptions]) -> None:
@@ -112,7 +111,7 @@ def make_optimizer(name: str, group: GroupOptions, params: Sequence[torch.Tensor
         UnsupportedOptimizer: unknown optimizer, or arguments that it refuses.
     """
     entry = optimizer_entry(name)
-    arguments = dict(group)
+    arguments: dict[str, Any] = dict(group)
     for flag in ("capturable", "differentiable"):
         if arguments.get(flag):
             raise UnsupportedOptimizer(f"{name}: {flag}=True has no meaning on a server; leave it out")
@@ -120,6 +119,6 @@ def make_optimizer(name: str, group: GroupOptions, params: Sequence[torch.Tensor
     if entry.fused_on_cpu and not chosen and all(param.is_floating_point() for param in params):
         arguments["fused"] = True
     try:
-        return entry.cls(list(params), **arguments)  # type: ignore[call-arg]
+        return entry.cls(list(params), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedOptimizer(f"torch.optim.{name} refuses {dict(group)}: {error}") from error

@@ -10,15 +10,23 @@ import torch
 
 from pserver.core.contexts import CommitInfo, ContextTable, GradientContext
 from pserver.core.dedup import DedupTable
-from pserver.core.messages import Applied, Committed, Contribution, CreateShard, Decision, Report, ShardCreated
-from pserver.core.messages import ShardInitialised
+from pserver.core.messages import (
+    Applied,
+    Committed,
+    Contribution,
+    CreateShard,
+    Decision,
+    Report,
+    ShardCreated,
+    ShardInitialised,
+)
 from pserver.core.reduce import weighted_mean_
 from pserver.core.staging import Staging
 from pserver.core.stepping import BucketStepper
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, build_layout
-from pserver.wire.tensors import byte_view, element_type
+from pserver.wire.tensors import element_type, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +108,8 @@ class Shard:
             raise StaleEpoch(f"model {self.spec.name!r}: this shard is of epoch {self.epoch}, the message of {epoch}")
         if fingerprint != self.layout.fingerprint:
             raise LayoutMismatch(
-                f"model {self.spec.name!r}: this shard's layout has the fingerprint {self.layout.fingerprint:016x}, the "
-                f"message's {fingerprint:016x}; register the model again to see the first difference"
+                f"model {self.spec.name!r}: this shard's layout has the fingerprint {self.layout.fingerprint:016x}, "
+                f"the message's {fingerprint:016x}; register the model again to see the first difference"
             )
 
     # Initial values
@@ -165,7 +173,9 @@ class Shard:
     def _check_commit(self, trainer_id: int, commit: CommitInfo) -> None:
         last = self._last_step.get(trainer_id, 0)
         if commit.step <= last:
-            raise InvalidRequest(f"trainer {trainer_id} has committed step {last}; expected a later one, got {commit.step}")
+            raise InvalidRequest(
+                f"trainer {trainer_id} has committed step {last}; expected a later one, got {commit.step}"
+            )
         if not 0 <= commit.samples < 1 << 40:
             raise InvalidRequest(f"samples must be in 0..2**40, but is {commit.samples}")
         if len(commit.options) != len(self.spec.optimizer_groups):
@@ -218,7 +228,8 @@ class Shard:
         context = self._contexts.take_committed(contribution.trainer_id, contribution.step)
         if context is None:
             raise InternalError(
-                f"a decision counts step {contribution.step} of trainer {contribution.trainer_id}, which this shard lacks"
+                f"a decision counts step {contribution.step} of trainer {contribution.trainer_id}, "
+                "which this shard does not have"
             )
         return context
 
@@ -235,10 +246,10 @@ class Shard:
 
     # Everything else
 
-    def read(self, bucket: int) -> torch.Tensor:
-        """A bucket's values as bytes in its wire dtype: 1-D uint8, valid until the next call that changes the shard."""
+    def read(self, bucket: int) -> memoryview:
+        """A bucket's values as bytes in its wire dtype, valid until the next call that changes the shard."""
         wire_dtype = self.layout.buckets[bucket].dtype
-        return byte_view(self._values[bucket].to(wire_dtype))
+        return memory_of(self._values[bucket].to(wire_dtype))
 
     def reports(self) -> list[Report]:
         """All that the coordinator may have missed while the link was down."""

@@ -6,7 +6,7 @@ import torch
 
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import Bucket
-from pserver.wire.tensors import byte_view, dtype_of_code
+from pserver.wire.tensors import dtype_of_code, memory_of
 
 
 class Staging:
@@ -43,8 +43,7 @@ class Staging:
             )
         if received == 0:
             self._tensors[bucket] = torch.empty(expected.num_elements, dtype=expected.dtype)
-        target = byte_view(self._tensors[bucket]).numpy()
-        memoryview(target)[received : received + len(data)] = data
+        memory_of(self._tensors[bucket])[received : received + len(data)] = data
         self._received[bucket] = received + len(data)
 
     @property

@@ -13,8 +13,8 @@ class BucketStepper:
     """The optimizer of one bucket.
 
     Torch's optimizer sees *units*: runs of neighbouring tensors without padding between them, so that a run's vectors
-    and its tail are those of its tensors. When a step leaves out some tensors of a unit, the unit is split for good, and
-    each part keeps its own state from then on.
+    and its tail are those of its tensors. When a step leaves out some tensors of a unit, the unit is split for good,
+    and each part keeps its own state from then on.
 
     Args:
         name: optimizer, as in `OPTIMIZERS`.

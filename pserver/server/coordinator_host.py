@@ -1,8 +1,8 @@
 """Runs the coordinator: time, waiting registrations, and the links to servers."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 import logging
+from collections.abc import AsyncGenerator
 
 from pserver.clock import Clock
 from pserver.config import ServerSettings

@@ -27,9 +27,7 @@ class CoordinatorService:
         _check_protocol(request.protocol, "trainer")
         member = self._host.core.join(request.nonce, request.rank, self._host.now_s())
         self._host.changed()
-        return pb.JoinReply(
-            trainer_id=member.trainer_id, rank=member.rank, lease_s=self._host.core.trainer_lease_s
-        )
+        return pb.JoinReply(trainer_id=member.trainer_id, rank=member.rank, lease_s=self._host.core.trainer_lease_s)
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
         self._host.core.renew(
@@ -95,5 +93,6 @@ class CoordinatorService:
 def _check_protocol(version: int, who: str) -> None:
     if version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
-            f"this coordinator speaks protocol {PROTOCOL_VERSION}, the {who} {version}; install the same pserver on both"
+            f"this coordinator speaks protocol {PROTOCOL_VERSION}, the {who} {version}; install the same pserver "
+            "on both"
         )

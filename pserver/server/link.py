@@ -1,10 +1,10 @@
 """Keeps a server linked to its coordinator: reports out, commands in, again after every break."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
 import logging
 import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 
 from pserver.core.messages import Report
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable

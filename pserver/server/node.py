@@ -1,8 +1,8 @@
 """One server, apart from the network it is reached by: hosts, services, link."""
 
-from collections.abc import Mapping
 import secrets
 import time
+from collections.abc import Mapping
 
 from pserver.clock import Clock, SystemClock
 from pserver.config import ServerSettings

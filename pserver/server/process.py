@@ -1,9 +1,9 @@
 """The life of one server process."""
 
 import asyncio
-from collections.abc import Callable
 import logging
 import signal
+from collections.abc import Callable
 
 from pserver.config import ServerSettings
 from pserver.server.node import ServerNode

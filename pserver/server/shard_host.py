@@ -1,14 +1,24 @@
 """Runs a server's shards: one lock each, arithmetic off the event loop, waiting for rounds."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-import logging
 from typing import TypeVar
 
-from pserver.core.messages import Applied, Apply, Command, CreateShard, DropShard, EndTrainer, FailModel, ModelReady
-from pserver.core.messages import Report, ShardCreated
+from pserver.core.messages import (
+    Applied,
+    Apply,
+    Command,
+    CreateShard,
+    DropShard,
+    EndTrainer,
+    FailModel,
+    ModelReady,
+    Report,
+    ShardCreated,
+)
 from pserver.core.shard import Shard
 from pserver.errors import DeadlineExceeded, ModelFailed, PserverError, TrainerEnded, UnknownModel
 from pserver.server.changed import Changed
@@ -84,8 +94,8 @@ class HostedShard:
                 )
             if not await self._changed.wait(deadline.remaining_s()):
                 raise DeadlineExceeded(
-                    f"server {self._server}: the round after {self._shard.round} of model {self._shard.spec.name!r} was "
-                    f"not decided within {wait_s:g} s; `pserver status` names the trainers it waits for"
+                    f"server {self._server}: the round after {self._shard.round} of model {self._shard.spec.name!r} "
+                    f"was not decided within {wait_s:g} s; `pserver status` names the trainers it waits for"
                 )
 
     async def reach(self, round_number: int, wait_s: float) -> None:
@@ -100,10 +110,10 @@ class HostedShard:
                 )
         self._check_failed()
 
-    async def read(self, bucket: Bucket) -> tuple[int, memoryview]:
+    async def read(self, bucket: Bucket) -> tuple[int, bytes]:
         """A bucket's bytes and the round they are of. Never torn: no round is applied meanwhile."""
         async with self._lock:
-            return self._shard.round, memoryview(self._shard.read(bucket.index).numpy().tobytes())
+            return self._shard.round, self._shard.read(bucket.index).tobytes()
 
     def _check_failed(self) -> None:
         if self._shard.failure is not None:
@@ -167,7 +177,8 @@ class ShardHost:
         hosted = self._shards.get(model)
         if hosted is None:
             raise UnknownModel(
-                f"server {self.name} holds no shard of model {model!r}; it holds {sorted(self._shards)}. Register the model"
+                f"server {self.name} holds no shard of model {model!r}; it holds {sorted(self._shards)}. "
+                "Register the model first"
             )
         async with hosted.exclusive() as shard:
             shard.check(epoch, fingerprint)

@@ -79,9 +79,7 @@ class LocalCluster:
         settings = TrainerSettings.resolve(
             self.address(0), rank=rank, world_size=world_size, timeout_s=timeout_s or self.timeout_s, environ={}
         )
-        return Cluster(
-            settings, connect_channel=with_faults(self.network.connect, self.faults), shared_loop=self._loop
-        )
+        return Cluster(settings, connect_channel=with_faults(self.network.connect, self.faults), shared_loop=self._loop)
 
     def train(self, trainers: int, program: Callable[[Cluster], T]) -> list[T]:
         """Runs a program in `trainers` threads, each in its own session; returns their results by rank."""

@@ -1,7 +1,7 @@
 """The seam between this package and a network: one primitive, implemented over gRPC and in process."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -19,7 +19,9 @@ class Channel(Protocol):
         """Where the server is, for messages to users."""
         ...
 
-    def call(self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float) -> AsyncGenerator[Message, None]:
+    def call(
+        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
+    ) -> AsyncGenerator[Message, None]:
         """Calls an RPC of any shape; replies come as they arrive.
 
         Raises (while iterating):
@@ -48,7 +50,7 @@ async def unary(channel: Channel, method: Method, request: Message, reply_type: 
         found = reply
     if not isinstance(found, reply_type):
         raise InternalError(f"{method.path} at {channel.address} ended without a {reply_type.__name__}")
-    return cast(M, found)
+    return found
 
 
 async def one(message: Message) -> AsyncIterator[Message]:

@@ -7,8 +7,16 @@ from pserver.core import messages as core
 from pserver.core.contexts import CommitInfo
 from pserver.errors import InvalidRequest
 from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
-from pserver.types import ClusterStatus, GroupOptions, ModelStatus, PushId, ServerStatus, ShardStatus, StepResult
-from pserver.types import TrainerStatus
+from pserver.types import (
+    ClusterStatus,
+    GroupOptions,
+    ModelStatus,
+    PushId,
+    ServerStatus,
+    ShardStatus,
+    StepResult,
+    TrainerStatus,
+)
 from pserver.wire.layout import TensorSpec
 from pserver.wire.tensors import dtype_of_code, element_type
 from pserver.wire.values import pack_value, unpack_value
@@ -75,9 +83,7 @@ def spec_from_proto(message: types_pb2.ModelSpec) -> core.ModelSpec:
     return core.ModelSpec(
         name=message.name,
         tensors=tuple(
-            TensorSpec(
-                name=each.name, shape=tuple(each.shape), dtype=dtype_of_code(each.dtype), group=each.group
-            )
+            TensorSpec(name=each.name, shape=tuple(each.shape), dtype=dtype_of_code(each.dtype), group=each.group)
             for each in message.tensors
         ),
         bucket_bytes=message.bucket_bytes,
@@ -255,7 +261,7 @@ def _fill(message: Any, kinds: Mapping[str, type], value: object) -> None:
 
 
 def _read(message: Any, kinds: Mapping[str, Callable[..., Any]], kind: str | None) -> Any:
-    if kind not in kinds:
+    if kind is None or kind not in kinds:
         raise InvalidRequest(f"a message of kind {kind!r} came over a link; expected one of {sorted(kinds)}")
     part = getattr(message, kind)
     return kinds[kind](**{field: getattr(part, field) for field in kinds[kind].__dataclass_fields__})  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Deadlines, and retries that respect them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable

@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
-from google.protobuf.message import Message
 import grpc
+from google.protobuf.message import Message
 
 from pserver.errors import InternalError
 from pserver.transport.methods import Method

@@ -1,13 +1,13 @@
 """Serves handlers over gRPC, with the standard health and reflection services."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-import logging
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message
 import grpc
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -63,7 +63,9 @@ class GrpcServer:
                 "address may not be this machine's"
             ) from None
         for service in self._services:
-            chosen = {m.name: _rpc_handler(m, h, self._calls) for m, h in self._handlers.values() if m.service == service}
+            chosen = {
+                m.name: _rpc_handler(m, h, self._calls) for m, h in self._handlers.values() if m.service == service
+            }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, chosen),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

@@ -1,8 +1,8 @@
 """An event loop on a thread of its own, for programs that are not asynchronous themselves."""
 
 import asyncio
-from collections.abc import Coroutine
 import threading
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from pserver.errors import InternalError

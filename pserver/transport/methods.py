@@ -1,8 +1,8 @@
 """Every RPC as a value, read from the descriptors of the generated code."""
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-import re
 from typing import Any
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor

@@ -2,8 +2,15 @@
 
 import grpc
 
-from pserver.errors import ERRORS, DeadlineExceeded, InternalError, InvalidRequest, ProtocolMismatch, PserverError
-from pserver.errors import ServerUnavailable
+from pserver.errors import (
+    ERRORS,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ProtocolMismatch,
+    PserverError,
+    ServerUnavailable,
+)
 
 ERROR_KEY = "pserver-error"
 #: Headers have a limit of their own; a longer message is cut.

@@ -8,11 +8,11 @@ tensor's own tail apart.
 The layout follows from the model alone, never from the number of servers, so every process computes the same one.
 """
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-import hashlib
-import math
 
 import torch
 
@@ -32,7 +32,7 @@ MAX_TENSORS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One parameter or buffer: qualified name, shape, dtype on the trainer, and optimizer group (`STORED`: not stepped)."""
+    """One parameter or buffer: qualified name, shape, dtype on the trainer, optimizer group (`STORED`: not stepped)."""
 
     name: str
     shape: tuple[int, ...]
@@ -206,9 +206,7 @@ def _cut(flats: Sequence[Flat], bucket_bytes: int) -> list[Bucket]:
         step = bucket_bytes // flat.dtype.itemsize
         for start in range(0, flat.num_elements, step):
             stop = min(start + step, flat.num_elements)
-            bucket = Bucket(
-                index=len(buckets), flat=number, start=start, stop=stop, dtype=flat.dtype, group=flat.group
-            )
+            bucket = Bucket(index=len(buckets), flat=number, start=start, stop=stop, dtype=flat.dtype, group=flat.group)
             buckets.append(bucket)
     return buckets
 

@@ -81,10 +81,15 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor as writable memory that it shares; raises as `byte_view` does."""
+    return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]
+
+
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The tensor's own elements in row-major order, little-endian; one copy. The tensor may be of any layout or device."""
+    """The tensor's own elements in row-major order, little-endian; one copy. Any strides, any device."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return byte_view(plain).numpy().tobytes()
+    return memory_of(plain).tobytes()
 
 
 def from_bytes(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Open-ended values (optimizer arguments, policy arguments) as msgpack; tensors, tuples and complex numbers are extensions.
+"""Open-ended values (optimizer and policy arguments) as msgpack; tensors, tuples and complex numbers are extensions.
 
 https://github.com/msgpack/msgpack/blob/master/spec.md
 """
@@ -6,7 +6,6 @@ https://github.com/msgpack/msgpack/blob/master/spec.md
 from typing import Any
 
 import msgpack
-
 import torch
 
 from pserver.errors import InvalidRequest
@@ -31,7 +30,9 @@ def pack_value(value: object) -> bytes:
     try:
         encoded: bytes = msgpack.packb(value, default=_encode, strict_types=True, use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"a value cannot travel: {error}; pass numbers, strings, lists, dicts or tensors") from error
+        raise InvalidRequest(
+            f"a value cannot travel: {error}; pass numbers, strings, lists, dicts or tensors"
+        ) from error
     return encoded
 
 
@@ -47,7 +48,7 @@ def unpack_value(data: bytes) -> Any:
         return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, raw=False)
     except InvalidRequest:
         raise
-    except Exception as error:  # msgpack raises ValueError, TypeError, UnicodeDecodeError, its own classes, RecursionError
+    except Exception as error:  # msgpack raises half a dozen classes, its own and Python's
         raise InvalidRequest(f"{len(data)} bytes are not a valid encoded value: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -33,7 +34,12 @@ class LogLevel(StrEnum):
 
 @app.command()
 def serve(
-    name: Annotated[str, typer.Option(help="Name of this server, unique in its cluster.")] = _DEFAULT.name,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of this server, unique in its cluster. [default: s0 with --coordinator, else a random one]"
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = _DEFAULT.port,
     coordinator: Annotated[bool, typer.Option("--coordinator", help="Host the coordinator of a new cluster.")] = False,
@@ -63,6 +69,7 @@ def serve(
         )
     if join is not None and min_servers is not None:
         raise ConfigError("--min-servers is for the server that has --coordinator; leave it out with --join")
+    name = name or (_DEFAULT.name if coordinator else f"s-{secrets.token_hex(3)}")
     settings = ServerSettings(
         name=name,
         host=host,

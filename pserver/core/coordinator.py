@@ -3,6 +3,7 @@
 Pure: time comes in as an argument, and what servers must hear is taken out with `take_commands`. Not thread-safe.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from pserver.core.messages import (
 from pserver.core.models import Model, ModelState
 from pserver.errors import ConfigError, ModelFailed, UnknownModel
 from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
+
+logger = logging.getLogger(__name__)
 
 #: A coordinator that was silent itself for longer than this part of a lease extends all leases before it judges.
 PAUSE_PART_OF_LEASE = 0.25
@@ -92,7 +95,9 @@ class Coordinator:
 
     def join(self, nonce: str, rank: int, now_s: float) -> Member:
         """See `Membership.join`."""
-        return self._membership.join(nonce, rank, now_s)
+        member = self._membership.join(nonce, rank, now_s)
+        logger.info("trainer %d joined as rank %d", member.trainer_id, member.rank)
+        return member
 
     def renew(
         self, trainer_id: int, *, sent_bytes: int, received_bytes: int, reported: Mapping[str, float], now_s: float
@@ -215,6 +220,7 @@ class Coordinator:
                 model.shard_created(server)
         elif isinstance(report, ShardInitialised):
             if model.shard_initialised(server, report.trainer_id):
+                logger.info("model %s is ready, with the values of trainer %d", model.spec.name, report.trainer_id)
                 for each in model.servers:
                     self._tell(each, ModelReady(model=model.spec.name, epoch=model.epoch))
         elif isinstance(report, Committed):
@@ -227,8 +233,11 @@ class Coordinator:
 
     # Time
 
-    def expire(self, now_s: float) -> None:
-        """Ends leases that have run out. Call it often; after a pause of the caller's own, it extends leases first."""
+    def expire(self, now_s: float) -> bool:
+        """Ends leases that have run out; returns whether there were any.
+
+        Call it often; after a pause of the caller's own, it extends leases first.
+        """
         pause_s = now_s - self._looked_s
         self._looked_s = now_s
         if pause_s > PAUSE_PART_OF_LEASE * min(self.server_lease_s, self.trainer_lease_s):
@@ -236,11 +245,13 @@ class Coordinator:
                 member.lease_ends_s += pause_s
             for server in self._servers.values():
                 server.heard_s += pause_s
-        for trainer_id in self._membership.overdue(now_s):
+        overdue = self._membership.overdue(now_s)
+        silent = [each for each in self._alive_servers() if now_s - each.heard_s > self.server_lease_s]
+        for trainer_id in overdue:
             self._end_trainer(trainer_id)
-        for server in self._alive_servers():
-            if now_s - server.heard_s > self.server_lease_s:
-                self._lose(server, f"nothing was heard from it for {self.server_lease_s:g} s")
+        for server in silent:
+            self._lose(server, f"nothing was heard from it for {self.server_lease_s:g} s")
+        return bool(overdue or silent)
 
     def status(self, now_s: float) -> ClusterStatus:
         """What the cluster looks like now."""
@@ -276,6 +287,7 @@ class Coordinator:
         model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1)
         self._epoch += 1
         self._models[spec.name] = model
+        logger.info("model %s is placed on %s", spec.name, ", ".join(model.servers))
         for server in model.servers:
             self._tell(server, self._create_command(model, server))
         return model
@@ -299,6 +311,7 @@ class Coordinator:
     def _end_trainer(self, trainer_id: int) -> None:
         if not self._membership.end(trainer_id):
             return
+        logger.info("trainer %d has ended", trainer_id)
         self._outcomes.forget_trainer(trainer_id)
         for server in self._servers:
             self._tell(server, EndTrainer(trainer_id=trainer_id))
@@ -308,6 +321,7 @@ class Coordinator:
 
     def _lose(self, server: _Server, why: str) -> None:
         server.alive = False
+        logger.error("server %s at %s was lost: %s", server.name, server.address, why)
         for model in self._models.values():
             if server.name in model.servers and model.state is not ModelState.FAILED:
                 self._fail(model, f"server {server.name} at {server.address} was lost: {why}")

@@ -117,5 +117,5 @@ class CoordinatorHost:
     async def _expire_forever(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
-            self.core.expire(self.now_s())
-            self.changed()
+            if self.core.expire(self.now_s()):
+                self.changed()

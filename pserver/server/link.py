@@ -69,6 +69,12 @@ class CoordinatorLink:
                 "(`pserver serve --coordinator`) and check the address"
             )
 
+    async def ended(self) -> PserverError:
+        """Waits until the coordinator refuses this server for good, and returns why."""
+        assert self._task is not None
+        await asyncio.wait((self._task,))
+        return self._refused or ServerUnavailable(f"the link to the coordinator at {self._coordinator} was stopped")
+
     async def stop(self) -> None:
         """Ends the link."""
         if self._task is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pserver.clock import Clock, SystemClock
 from pserver.config import ServerSettings
+from pserver.errors import PserverError
 from pserver.server.coordinator_host import CoordinatorHost
 from pserver.server.coordinator_service import CoordinatorService
 from pserver.server.link import CoordinatorLink
@@ -50,6 +51,11 @@ class ServerNode:
             connect = local.connect
         self._link = CoordinatorLink(self.shards, connect, target, address=address, incarnation=self._incarnation)
         await self._link.start()
+
+    async def refused(self) -> PserverError:
+        """Waits until the coordinator refuses this server for good (its lease has ended), and returns why."""
+        assert self._link is not None
+        return await self._link.ended()
 
     async def stop(self) -> None:
         """Ends the link and everything in the background."""

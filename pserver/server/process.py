@@ -22,7 +22,7 @@ def run_server(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
         on_ready: called once with the server's address, when it answers and is linked to its coordinator.
 
     Raises:
-        ConfigError: the address cannot be bound, or the coordinator refuses this server.
+        ConfigError: the address cannot be bound, or the coordinator refuses this server, now or later.
         DeadlineExceeded: the coordinator did not answer.
     """
     asyncio.run(_run(settings, on_ready))
@@ -47,7 +47,11 @@ async def _run(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
         if starting.done():
             await starting
             on_ready(address)
-            await told
+            refused = asyncio.create_task(node.refused())
+            await asyncio.wait((refused, told), return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                raise await refused
+            refused.cancel()
         else:
             starting.cancel()
         if told.result() is signal.SIGTERM:

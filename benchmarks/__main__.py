@@ -13,7 +13,6 @@ from benchmarks.registry import BENCHMARKS
 from benchmarks.report import print_table, write_json
 from benchmarks.threads import set_threads
 
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from pserver.optim import RemoteOptimizer
 
 import pserver
 from benchmarks.cluster import running_cluster
 from benchmarks.harness import Benchmark, Case, timed
 from benchmarks.parameters import LEARNING_RATE, make_parameters
 from benchmarks.peers.torch_rpc import torch_rpc_peer
+from pserver.optim import RemoteOptimizer
 
 _NUM_BYTES = 100_000_000
 _QUICK_NUM_BYTES = 4_000_000

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 
 import torch
-from pserver.optim import RemoteOptimizer
 
 import pserver
 from benchmarks.children import Child, child, messages
@@ -14,6 +13,7 @@ from benchmarks.cluster import running_cluster
 from benchmarks.harness import Benchmark, Case, timed
 from benchmarks.parameters import LEARNING_RATE, make_parameters
 from benchmarks.peers.grpc_call import grpc_call
+from pserver.optim import RemoteOptimizer
 
 _NUM_BYTES = 10_000
 _NUM_TENSORS = 4

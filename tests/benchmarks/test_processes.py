@@ -80,20 +80,20 @@ def test_server_ends_when_the_block_fails() -> None:
 
 
 def test_child_answers_and_ends_when_its_pipe_closes() -> None:
-    with child(answer_double) as helper:
-        pid = helper.receive()
-        helper.send(21)
-        assert helper.receive() == 42
+    with child(answer_double) as worker:
+        pid = worker.receive()
+        worker.send(21)
+        assert worker.receive() == 42
     assert not is_alive(pid)
 
 
 def test_child_that_has_ended_is_reported() -> None:
-    with child(end_at_once) as helper, pytest.raises(ChildProcessError, match="end_at_once"):
-        helper.receive()
+    with child(end_at_once) as worker, pytest.raises(ChildProcessError, match="end_at_once"):
+        worker.receive()
 
 
 @pytest.mark.usefixtures("short_stop")
 def test_child_that_does_not_end_is_killed() -> None:
-    with child(wait_for_ever) as helper:
-        pid = helper.receive()
+    with child(wait_for_ever) as worker:
+        pid = worker.receive()
     assert not is_alive(pid)

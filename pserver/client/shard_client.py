@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from pserver.client.flattening import FlatBuffers
 from pserver.core.contexts import CommitInfo
 from pserver.core.messages import ShardPlacement
-from pserver.errors import InternalError, MixedRounds
+from pserver.errors import InternalError
 from pserver.transport.channel import Channel, one
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import commit_to_proto, outcome_from_proto, push_id_to_proto
@@ -163,13 +163,13 @@ class ShardClient:
 
 
 class _Receiver:
-    """Writes chunks into host buffers and checks that every byte came, all of one round."""
+    """Writes chunks into host buffers and checks that every byte came, once and of one round."""
 
     def __init__(self, where: str, buckets: Iterable[Bucket], into: FlatBuffers) -> None:
         self._where = where
         self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets}
         self._received = dict.fromkeys(self._targets, 0)
-        self._rounds: set[int] = set()
+        self._round: int | None = None
 
     def take(self, round_number: int, chunks: Iterable[Chunk]) -> int:
         """Writes one message's chunks; returns their bytes."""
@@ -184,21 +184,22 @@ class _Receiver:
             target[start:stop] = chunk.data
             self._received[chunk.bucket] = stop
             num_bytes += len(chunk.data)
-        if num_bytes:
-            self._rounds.add(round_number)
+        if self._round not in (None, round_number):
+            raise InternalError(
+                f"{self._where} sent values of the rounds {self._round} and {round_number} in one stream"
+            )
+        self._round = round_number
         return num_bytes
 
     def finish(self, empty_round: int = 0) -> int:
         """The round of everything received; `empty_round` if there was nothing to receive.
 
         Raises:
-            MixedRounds: a round was applied while the values were read.
+            InternalError: something is missing.
         """
         for index, target in self._targets.items():
             if self._received[index] != len(target):
                 raise InternalError(
                     f"{self._where} sent {self._received[index]} of {len(target)} bytes of bucket {index}"
                 )
-        if len(self._rounds) > 1:
-            raise MixedRounds(f"{self._where} sent values of the rounds {sorted(self._rounds)}; reading again")
-        return next(iter(self._rounds), empty_round)
+        return empty_round if self._round is None else self._round

@@ -110,10 +110,10 @@ class HostedShard:
                 )
         self._check_failed()
 
-    async def read(self, bucket: Bucket) -> tuple[int, bytes]:
-        """A bucket's bytes and the round they are of. Never torn: no round is applied meanwhile."""
+    async def read(self, bucket: Bucket, copy: Callable[[memoryview], T]) -> tuple[int, T]:
+        """What `copy` makes of a bucket's bytes, and the round they are of. No round is applied meanwhile."""
         async with self._lock:
-            return self._shard.round, self._shard.read(bucket.index).tobytes()
+            return self._shard.round, copy(self._shard.read(bucket.index))
 
     def _check_failed(self) -> None:
         if self._shard.failure is not None:

@@ -1,10 +1,11 @@
 """The Shards service: decode, call the core, encode."""
 
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import TypeVar
 
 from pserver.core.staging import Staging
-from pserver.errors import InvalidRequest
+from pserver.errors import InvalidRequest, MixedRounds
 from pserver.server.shard_host import HostedShard, ShardHost
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import commit_from_proto, outcome_to_proto, push_id_from_proto
@@ -85,15 +86,24 @@ def _stage(staging: Staging, request: pb.InitialiseRequest | pb.StepRequest) -> 
 
 
 async def _read(hosted: HostedShard, buckets: Iterable[Bucket]) -> AsyncIterator[tuple[int, list[Chunk]]]:
-    """The values of these buckets as messages, each with the round it is of."""
+    """The values of these buckets as messages, all of one round.
+
+    Raises:
+        MixedRounds: a round was applied meanwhile.
+    """
     packer = ChunkPacker()
-    packed_round: int | None = None
+    first_round: int | None = None
     for bucket in buckets:
-        round_number, data = await hosted.read(bucket)
-        if packed_round is not None and round_number != packed_round:
-            yield packed_round, packer.rest()
-        packed_round = round_number
-        for chunks in packer.add(bucket, data):
-            yield packed_round, chunks
-    if packed_round is not None:
-        yield packed_round, packer.rest()
+        round_number, messages = await hosted.read(bucket, partial(_packed, packer, bucket))
+        if first_round is None:
+            first_round = round_number
+        if round_number != first_round:
+            raise MixedRounds(f"round {round_number} was applied while values of round {first_round} were read")
+        for chunks in messages:
+            yield round_number, chunks
+    if first_round is not None and (rest := packer.rest()):
+        yield first_round, rest
+
+
+def _packed(packer: ChunkPacker, bucket: Bucket, data: memoryview) -> list[list[Chunk]]:
+    return list(packer.add(bucket, data))

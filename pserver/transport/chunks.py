@@ -17,7 +17,7 @@ class ChunkPacker:
         self._chunks: list[Chunk] = []
         self._num_bytes = 0
 
-    def add(self, bucket: Bucket, data: bytes | memoryview) -> Iterator[list[Chunk]]:
+    def add(self, bucket: Bucket, data: memoryview) -> Iterator[list[Chunk]]:
         """Adds a whole bucket's bytes; yields the messages that are full now."""
         code = element_type(bucket.dtype).code
         for start in range(0, len(data), MESSAGE_BYTES):

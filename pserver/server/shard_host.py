@@ -84,8 +84,9 @@ class HostedShard:
         """
         deadline = Deadline(wait_s)
         while True:
-            self._check_failed()
-            outcome = self._shard.outcome(push_id)
+            async with self._lock:
+                self._check_failed()
+                outcome = self._shard.outcome(push_id)
             if isinstance(outcome, StepResult):
                 return outcome
             if outcome is None:

@@ -1,121 +1,124 @@
-"""`pserver launch` with real servers and a real script."""
+"""`pserver launch` with real servers and real scripts: the README's, one that fails, one that is interrupted, MNIST."""
 
-import os
+import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cluster_processes import PSERVER, ROOT, START_S, Child
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
+README = ROOT / "README.md"
 
-#: Arguments: the number of steps (-1: for ever), and the rank that fails at step 3 (-1: none).
-SCRIPT = """
+TRAINS_FOR_EVER = """
 import os
-import sys
-
 import torch
-
 import pserver
-from pserver.optim import RemoteOptimizer
 
-num_steps, failing_rank = int(sys.argv[1]), int(sys.argv[2])
-rank = int(os.environ["PSERVER_RANK"])
 print("pid", os.getpid())
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-inputs = torch.randn(32, 4)
-targets = inputs.sum(dim=1, keepdim=True)
 with pserver.connect() as cluster:
-    optimizer = RemoteOptimizer(torch.optim.SGD, model, lr=0.1)
-    losses = []
-    while len(losses) != num_steps:
+    model = torch.nn.Linear(4, 1)
+    optimizer = pserver.optim.RemoteOptimizer(torch.optim.SGD, model, lr=0.1)
+    for step in range(1_000_000_000):
         optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
+        model(torch.ones(4)).sum().backward()
         optimizer.step()
-        losses.append(loss.item())
-        if len(losses) == 3:
+        if step == 3:
             print("three steps done")
-            if rank == failing_rank:
-                raise ValueError("boom")
-print("learned" if losses[-1] < 0.1 * losses[0] else f"did not learn: {losses}")
+"""
+
+RANK_1_FAILS = """
+import os
+import signal
+import pserver
+
+print("pid", os.getpid())
+with pserver.connect() as cluster:
+    if cluster.rank == 1:
+        raise ValueError("boom")
+    signal.pause()
 """
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """Starts `pserver launch` with two servers and two trainers of SCRIPT; stdout and stderr come through one pipe."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    started = []
+def launch(start):
+    """Starts `pserver launch`; lines of all its children come on its stdout."""
 
-    def launch(num_steps, failing_rank=-1):
-        command = [sys.executable, "-m", "pserver.cli.main", "launch", "--servers", "2", "--trainers", "2"]
-        process = subprocess.Popen(
-            [*command, "--timeout-s", str(LIMIT_S), str(script), "--", str(num_steps), str(failing_rank)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
+    def launch(script: Path, *arguments: str, servers: int, trainers: int, timeout_s: float = LIMIT_S) -> Child:
+        numbers = ("--servers", str(servers), "--trainers", str(trainers), "--timeout-s", str(timeout_s))
+        return start(Child, "launch", [*PSERVER, "launch", *numbers, str(script), "--", *arguments])
 
-    yield launch
-    for process in started:
-        process.kill()
-        process.communicate()
+    return launch
 
 
-def assert_nothing_is_left(output):
+@pytest.fixture
+def script(tmp_path):
+    """Writes a training script."""
+
+    def script(text: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return path
+
+    return script
+
+
+def assert_nothing_is_left(process: Child) -> None:
     """No server that said it was ready listens any more, and no trainer that told its pid is there."""
+    output = "\n".join(process.stdout)
     addresses = re.findall(r"pserver ready name=\w+ address=([\d.]+):(\d+)", output)
-    pids = re.findall(r"\[t\d\] pid (\d+)", output)
-    assert addresses, output
-    assert pids, output
+    assert addresses
     for host, port in addresses:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=5.0)
-    for pid in pids:
-        assert not Path(f"/proc/{pid}").exists(), output
+    for pid in re.findall(r"\[t\d\] pid (\d+)", output):
+        assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_run_that_succeeds_exits_with_zero_and_sums_up(launch):
-    process = launch(num_steps=40)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, output
-    assert "[t0] learned" in output
-    assert "[t1] learned" in output
-    assert re.search(r"\[launch\] \d+ rounds in ", output), output
-    assert_nothing_is_left(output)
+@pytest.mark.skipif(not README.exists(), reason="there is no README.md")
+def test_script_of_the_readme_runs_to_its_end(launch, script):
+    first_block = re.search(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert first_block, "README.md has no block of Python"
+    process = launch(script(first_block[1]), servers=2, trainers=2)
+    assert process.wait(LIMIT_S) == 0
+    for rank in (0, 1):
+        process.wait_for(rf"^\[t{rank}\] \S")
+        assert not [line for line in process.stdout if line.startswith(f"[t{rank}] Traceback")]
+    rounds = process.wait_for(r"^\[launch\] \d+ rounds in ")
+    assert int(rounds.split()[1]) > 0
+    assert_nothing_is_left(process)
 
 
-def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch):
-    process = launch(num_steps=-1, failing_rank=1)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, output
-    _, summary = output.split("pserver: error: ")
+def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch, script):
+    process = launch(script(RANK_1_FAILS), servers=1, trainers=2)
+    assert process.wait(LIMIT_S) == 1
+    _, summary = process.stderr.split("pserver: error: ")
     assert "t1 failed first, exit code 1" in summary
     assert "Traceback" in summary
     assert "ValueError: boom" in summary
-    assert_nothing_is_left(output)
+    assert_nothing_is_left(process)
 
 
-def test_control_c_stops_everything(launch):
-    process = launch(num_steps=-1)
-    seen = []
-    for line in process.stdout:  # bounded by --timeout-s
-        seen.append(line)
-        if "three steps done" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=20.0)
-    output = "".join(seen) + rest
-    assert process.returncode == 130, output
-    assert_nothing_is_left(output)
+def test_control_c_stops_everything(launch, script):
+    process = launch(script(TRAINS_FOR_EVER), servers=1, trainers=1)
+    process.wait_for("three steps done", LIMIT_S)
+    process.send(signal.SIGINT)
+    assert process.wait(20.0) == 130
+    assert_nothing_is_left(process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mnist_worker_learns_and_leaves_its_results(launch, tmp_path):
+    out = tmp_path / "results"
+    arguments = ("--epochs", "3", "--out", str(out), "--cache-dir", str(tmp_path / "cache"))
+    process = launch(ROOT / "workers" / "mnist.py", *arguments, servers=2, trainers=2, timeout_s=240.0)
+    assert process.wait(240.0 + START_S) == 0
+    accuracy = process.wait_for(r"^\[t0\] held-out accuracy ")
+    assert float(accuracy.split()[3]) > 80.0
+    assert {path.name for path in out.iterdir()} >= {"curves.png", "model.safetensors", "summary.json"}
+    assert list(out.glob("events.out.tfevents.*"))
+    assert json.loads((out / "summary.json").read_text())["world_size"] == 2
+    assert_nothing_is_left(process)

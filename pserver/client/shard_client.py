@@ -139,8 +139,7 @@ class ShardClient:
                 assert isinstance(reply, pb.StepReply)
                 if reply.HasField("outcome"):
                     result = outcome_from_proto(reply.outcome)
-                else:
-                    self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
+                self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
         if push.commit is None:
             return None
         if result is None:

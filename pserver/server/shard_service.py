@@ -59,9 +59,13 @@ class ShardService:
         if commit is None:
             return
         result = await hosted.outcome(push_id, last.commit.wait_s)
-        yield pb.StepReply(outcome=outcome_to_proto(result), round=result.round)
+        # The outcome rides on the first message: a second one costs a small step a good part of its time.
+        outcome: pb.Outcome | None = outcome_to_proto(result)
         async for round_number, chunks in _read(hosted, hosted.trained):
-            yield pb.StepReply(round=round_number, chunks=chunks)
+            yield pb.StepReply(outcome=outcome, round=round_number, chunks=chunks)
+            outcome = None
+        if outcome is not None:
+            yield pb.StepReply(outcome=outcome, round=result.round)
 
     async def drop_context(self, request: pb.DropContextRequest) -> pb.DropContextReply:
         push_id = push_id_from_proto(request.push_id)

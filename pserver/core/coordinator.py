@@ -242,9 +242,9 @@ class Coordinator:
         self._looked_s = now_s
         if pause_s > PAUSE_PART_OF_LEASE * min(self.server_lease_s, self.trainer_lease_s):
             for member in self._membership.members:
-                member.lease_ends_s += pause_s
+                member.lease_ends_s = min(member.lease_ends_s + pause_s, now_s + self.trainer_lease_s)
             for server in self._servers.values():
-                server.heard_s += pause_s
+                server.heard_s = min(server.heard_s + pause_s, now_s)
         overdue = self._membership.overdue(now_s)
         silent = [each for each in self._alive_servers() if now_s - each.heard_s > self.server_lease_s]
         for trainer_id in overdue:

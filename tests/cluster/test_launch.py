@@ -4,12 +4,16 @@ import json
 import re
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_processes import PSERVER, ROOT, START_S, Child
+
+from tests.cluster.processes import PSERVER, ROOT, START_S, Child, Start
 
 LIMIT_S = 90.0
+Launch = Callable[..., Child]
+WriteScript = Callable[[str], Path]
 README = ROOT / "README.md"
 
 TRAINS_FOR_EVER = """
@@ -43,7 +47,7 @@ with pserver.connect() as cluster:
 
 
 @pytest.fixture
-def launch(start):
+def launch(start: Start) -> Launch:
     """Starts `pserver launch`; lines of all its children come on its stdout."""
 
     def launch(script: Path, *arguments: str, servers: int, trainers: int, timeout_s: float = LIMIT_S) -> Child:
@@ -54,7 +58,7 @@ def launch(start):
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path: Path) -> WriteScript:
     """Writes a training script."""
 
     def script(text: str) -> Path:
@@ -78,7 +82,7 @@ def assert_nothing_is_left(process: Child) -> None:
 
 
 @pytest.mark.skipif(not README.exists(), reason="there is no README.md")
-def test_script_of_the_readme_runs_to_its_end(launch, script):
+def test_script_of_the_readme_runs_to_its_end(launch: Launch, script: WriteScript) -> None:
     first_block = re.search(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert first_block, "README.md has no block of Python"
     process = launch(script(first_block[1]), servers=2, trainers=2)
@@ -91,7 +95,7 @@ def test_script_of_the_readme_runs_to_its_end(launch, script):
     assert_nothing_is_left(process)
 
 
-def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch, script):
+def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch: Launch, script: WriteScript) -> None:
     process = launch(script(RANK_1_FAILS), servers=1, trainers=2)
     assert process.wait(LIMIT_S) == 1
     _, summary = process.stderr.split("pserver: error: ")
@@ -101,7 +105,7 @@ def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch, s
     assert_nothing_is_left(process)
 
 
-def test_control_c_stops_everything(launch, script):
+def test_control_c_stops_everything(launch: Launch, script: WriteScript) -> None:
     process = launch(script(TRAINS_FOR_EVER), servers=1, trainers=1)
     process.wait_for("three steps done", LIMIT_S)
     process.send(signal.SIGINT)
@@ -111,7 +115,7 @@ def test_control_c_stops_everything(launch, script):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_mnist_worker_learns_and_leaves_its_results(launch, tmp_path):
+def test_mnist_worker_learns_and_leaves_its_results(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("--epochs", "3", "--out", str(out), "--cache-dir", str(tmp_path / "cache"))
     process = launch(ROOT / "workers" / "mnist.py", *arguments, servers=2, trainers=2, timeout_s=240.0)

@@ -26,6 +26,7 @@ class BucketStepper:
     def __init__(self, name: str, group: GroupOptions, values: torch.Tensor, segments: Sequence[Segment]) -> None:
         self._values = values
         self._units = _runs(segments)
+        self._uneven = False  # whether units may differ in how often they were stepped
         self._optimizer = make_optimizer(name, group, [self._piece(unit) for unit in self._units])
 
     def step_(self, gradient: torch.Tensor, absent: Set[int], options: GroupOptions) -> None:
@@ -38,13 +39,21 @@ class BucketStepper:
         """
         if absent:
             self._split(absent)
+            self._uneven = True
         (param_group,) = self._optimizer.param_groups
         param_group.update(options)
-        for unit, param in zip(self._units, param_group["params"], strict=True):
-            if unit[0].tensor not in absent:
-                param.grad = gradient[unit[0].start : unit[-1].stop]
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        present = [
+            (param, gradient[unit[0].start : unit[-1].stop])
+            for unit, param in zip(self._units, param_group["params"], strict=True)
+            if unit[0].tensor not in absent
+        ]
+        # Torch's fused SGD refuses to step parameters with and without a momentum buffer in one call.
+        for fresh in (False, True) if self._uneven else (None,):
+            for param, piece in present:
+                if fresh is None or fresh == self._is_fresh(param):
+                    param.grad = piece
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> list[tuple[tuple[Segment, ...], dict[str, torch.Tensor]]]:
         """For each unit its segments and its optimizer state; the tensors are the live ones."""
@@ -53,6 +62,9 @@ class BucketStepper:
             (unit, self._optimizer.state.get(param, {}))
             for unit, param in zip(self._units, param_group["params"], strict=True)
         ]
+
+    def _is_fresh(self, param: torch.Tensor) -> bool:
+        return not any(isinstance(each, torch.Tensor) for each in self._optimizer.state.get(param, {}).values())
 
     def _piece(self, unit: tuple[Segment, ...]) -> torch.Tensor:
         return self._values[unit[0].start : unit[-1].stop]

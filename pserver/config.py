@@ -33,7 +33,7 @@ def parse_address(text: str) -> tuple[str, int]:
         ConfigError: it is not of that form, or the port is not in 1..65535.
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"an address is written host:port, for example 127.0.0.1:7077, but this is {text!r}")
     return host, int(port)
 

@@ -76,6 +76,10 @@ class ContextTable:
         self._open[trainer_id] = self._open.get(trainer_id, 0) + 1
         return context
 
+    def holds(self, trainer_id: int, context_id: int) -> bool:
+        """Whether the context is open, committed or not."""
+        return (trainer_id, context_id) in self._contexts
+
     def drop(self, trainer_id: int, context_id: int) -> None:
         """Frees a context that is not committed; one that does not exist is no error.
 

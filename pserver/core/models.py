@@ -58,7 +58,7 @@ class Model:
         self.versions = dict.fromkeys(self.servers, 0)
         self.shard_rounds = dict.fromkeys(self.servers, 0)
         self.shard_bytes = {
-            each.server: sum(b.num_bytes for b in layout.buckets[each.first_bucket : each.last_bucket])
+            each.server: sum(bucket.num_master_bytes for bucket in layout.buckets[each.first_bucket : each.last_bucket])
             for each in self.placement
         }
         self._created: set[str] = set()

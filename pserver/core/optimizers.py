@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from pserver.errors import UnsupportedOptimizer
+from pserver.errors import InvalidRequest, UnsupportedOptimizer
 from pserver.types import GroupOptions
 
 #: Arguments that choose how torch computes, not what; fixed when the optimizer is made.
@@ -66,6 +67,21 @@ def numeric_options(name: str, group: Mapping[str, object]) -> dict[str, object]
     return {key: _plain(name, key, group[key]) for key in _numeric_names(name) if key in group}
 
 
+def check_options(name: str, options: GroupOptions) -> None:
+    """Refuses what `numeric_options` would not have sent.
+
+    Raises:
+        InvalidRequest: an option that the optimizer does not take, or that is no number.
+    """
+    for key, value in options.items():
+        if key not in _numeric_names(name):
+            raise InvalidRequest(f"{name} takes the options {list(_numeric_names(name))} in a step, but {key!r} came")
+        try:
+            _plain(name, key, value)
+        except UnsupportedOptimizer as error:
+            raise InvalidRequest(str(error)) from None
+
+
 def constructor_arguments(name: str, group: Mapping[str, object]) -> dict[str, object]:
     """The arguments that make an equal optimizer: its numeric options, and the implementation if one was chosen.
 
@@ -83,9 +99,9 @@ def _numeric_names(name: str) -> tuple[str, ...]:
 
 
 def _plain(name: str, key: str, value: object) -> object:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, bool | int | float):
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    if type(value) in (bool, int, float):
         return value
     if isinstance(value, tuple | list):
         return tuple(_plain(name, key, each) for each in value)

@@ -39,7 +39,7 @@ class RoundBook:
         self.policy = policy
         self.round = 0
         self._world_size = world_size
-        self._num_attached = 0
+        self._started = False
         self._expected: dict[int, _Expected] = {}
         self._applied: dict[str, int] = dict.fromkeys(servers, 0)
         self._outstanding: deque[Decision] = deque()
@@ -48,7 +48,7 @@ class RoundBook:
         """Expects a trainer from the next round on; returns the last decided round. Repeating it changes nothing."""
         if trainer_id not in self._expected:
             self._expected[trainer_id] = _Expected(rank=rank, counted_round=self.round)
-            self._num_attached += 1
+            self._started = self._started or len(self._expected) >= self._world_size
         return self.round
 
     def remove(self, trainer_id: int) -> None:
@@ -112,8 +112,8 @@ class RoundBook:
 
     @property
     def missing_trainers(self) -> int:
-        """Trainers that must still attach before the first round; 0 once training could start."""
-        return max(0, self._world_size - self._num_attached)
+        """Trainers that must still attach before the first round; 0 once all were there together."""
+        return 0 if self._started else self._world_size - len(self._expected)
 
     def waiting_for(self) -> list[int]:
         """Ranks whose commit the next round still lacks."""

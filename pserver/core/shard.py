@@ -20,6 +20,7 @@ from pserver.core.messages import (
     ShardCreated,
     ShardInitialised,
 )
+from pserver.core.optimizers import check_options
 from pserver.core.reduce import weighted_mean_
 from pserver.core.staging import Staging
 from pserver.core.stepping import BucketStepper
@@ -89,7 +90,7 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         """Bytes of the values held."""
-        return sum(each.numel() * each.element_size() for each in self._values.values())
+        return sum(bucket.num_master_bytes for bucket in self.buckets)
 
     @property
     def num_contexts(self) -> int:
@@ -146,9 +147,11 @@ class Shard:
                 raise InvalidRequest(f"absent tensors must be indices below {len(self.layout.tensors)}, got {absent}")
             if commit is not None:
                 self._check_commit(push_id.trainer_id, commit)
+            held = self._contexts.holds(push_id.trainer_id, context_id)
+            gradients = None if held and commit is not None and staging.empty else staging.complete()
             context = self._contexts.open(push_id.trainer_id, context_id)
-            if commit is None or not staging.empty or not context.buckets:
-                context.add_(staging.complete(), absent)
+            if gradients is not None:
+                context.add_(gradients, absent)
             if commit is None:
                 self._outcomes.record(push_id, Done())
             else:
@@ -178,6 +181,8 @@ class Shard:
             )
         if not 0 <= commit.samples < 1 << 40:
             raise InvalidRequest(f"samples must be in 0..2**40, but is {commit.samples}")
+        for options in commit.options:
+            check_options(self.spec.optimizer, options)
         if len(commit.options) != len(self.spec.optimizer_groups):
             raise InvalidRequest(
                 f"model {self.spec.name!r} has {len(self.spec.optimizer_groups)} parameter groups; options came for "

@@ -1,5 +1,7 @@
 """Errors <-> gRPC status. An error crosses as its status code, its message, and its class name in trailing metadata."""
 
+from urllib.parse import quote
+
 import grpc
 
 from pserver.errors import (
@@ -13,8 +15,9 @@ from pserver.errors import (
 )
 
 ERROR_KEY = "pserver-error"
-#: Headers have a limit of their own; a longer message is cut.
-MAX_MESSAGE_CHARACTERS = 4000
+#: Headers have a limit of their own, and carry a message percent-encoded; a longer one is cut.
+MAX_ENCODED_BYTES = 6000
+_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 _BY_CODE: dict[str, type[PserverError]] = {
     "UNAVAILABLE": ServerUnavailable,
@@ -40,7 +43,10 @@ def status_code(error: PserverError) -> grpc.StatusCode:
 
 def to_wire(error: PserverError) -> tuple[str, str]:
     """The class name and the message that travel."""
-    return type(error).__name__, str(error)[:MAX_MESSAGE_CHARACTERS]
+    message = str(error)
+    while (encoded := len(quote(message, safe=_PLAIN))) > MAX_ENCODED_BYTES:
+        message = message[: len(message) * MAX_ENCODED_BYTES // encoded]
+    return type(error).__name__, message
 
 
 def from_wire(name: str, message: str) -> PserverError:

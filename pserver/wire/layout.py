@@ -98,6 +98,11 @@ class Bucket:
         """Bytes on the wire."""
         return self.num_elements * self.dtype.itemsize
 
+    @property
+    def num_master_bytes(self) -> int:
+        """Bytes on a server."""
+        return self.num_elements * element_type(self.dtype).master.itemsize
+
 
 @dataclass(frozen=True)
 class Layout:

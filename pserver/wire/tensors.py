@@ -68,16 +68,16 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     A view or slice yields its own elements only, never the rest of its storage.
 
     Raises:
-        InvalidRequest: the tensor is not contiguous or not on the CPU.
+        InvalidRequest: the tensor is not contiguous, not on the CPU, or a lazy conjugate or negative view.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise InvalidRequest(
-            f"expected a contiguous CPU tensor, got one on {tensor.device} with strides {tensor.stride()}; "
-            "copy it with .cpu().contiguous() first"
+            f"expected a contiguous CPU tensor that is no lazy view, got one on {tensor.device} with strides "
+            f"{tensor.stride()}; copy it with .cpu().contiguous().resolve_conj().resolve_neg() first"
         )
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)
 
 
@@ -87,7 +87,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The tensor's own elements in row-major order, little-endian; one copy. Any strides, any device."""
+    """The tensor's own elements in row-major order, little-endian; one copy. Any strides, any device.
+
+    Raises:
+        InvalidRequest: the tensor has no dense elements (sparse, meta).
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise InvalidRequest(
+            f"expected a dense tensor, got a {tensor.layout} one on {tensor.device}; use .to_dense() first"
+        )
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memory_of(plain).tobytes()
 

@@ -1,0 +1,662 @@
+import dataclasses
+import itertools
+
+import pytest
+from core_builders import OPTIONS, model_spec, tensor_spec
+
+from pserver.clock import ManualClock
+from pserver.core.coordinator import Coordinator
+from pserver.core.messages import (
+    Applied,
+    Apply,
+    Committed,
+    CreateShard,
+    DropShard,
+    EndTrainer,
+    FailModel,
+    ModelReady,
+    ShardCreated,
+    ShardInitialised,
+)
+from pserver.errors import (
+    ConfigError,
+    InvalidRequest,
+    LayoutMismatch,
+    ModelFailed,
+    RankTaken,
+    StalePush,
+    TrainerEnded,
+    UnknownModel,
+)
+from pserver.types import PushId
+
+TRAINER_LEASE_S = 8.0
+SERVER_LEASE_S = 4.0
+SPEC = model_spec()
+
+
+class Cluster:
+    """A coordinator with its servers and trainers as a test plays them; time stands still unless moved."""
+
+    def __init__(self, servers=1, *, min_servers=1, first_trainer_id=1):
+        self.clock = ManualClock(100.0)
+        self.coordinator = Coordinator(
+            trainer_lease_s=TRAINER_LEASE_S,
+            server_lease_s=SERVER_LEASE_S,
+            min_servers=min_servers,
+            first_trainer_id=first_trainer_id,
+            now_s=self.clock.now_s(),
+        )
+        self._sequences = itertools.count(1)
+        for number in range(servers):
+            self.link(f"s{number}")
+
+    def link(self, server, incarnation=1):
+        self.coordinator.server_joined(server, f"{server}:1", incarnation, self.clock.now_s())
+
+    def join(self, nonce, rank=-1):
+        return self.coordinator.join(nonce, rank, self.clock.now_s()).trainer_id
+
+    def new_id(self, trainer):
+        sequence = next(self._sequences)
+        return PushId(trainer, sequence, 1)
+
+    def register(self, trainer, spec=SPEC):
+        return self.coordinator.register(self.new_id(trainer), spec)
+
+    def attach(self, trainer, name="m"):
+        return self.coordinator.attach(self.new_id(trainer), name)
+
+    def told(self):
+        """What servers were told since the last call, by server and in order."""
+        told = {}
+        for server, command in self.coordinator.take_commands():
+            told.setdefault(server, []).append(command)
+        return told
+
+    def placed(self, name="m"):
+        (model,) = (each for each in self.status().models if each.name == name)
+        return [shard.server for shard in model.shards]
+
+    def report(self, report_type, server, *, name="m", epoch=1, **fields):
+        self.coordinator.report(server, report_type(model=name, epoch=epoch, **fields))
+
+    def shards_created(self, **about):
+        for server in self.placed(about.get("name", "m")):
+            self.report(ShardCreated, server, **about)
+
+    def shards_initialised(self, trainer, **about):
+        for server in self.placed(about.get("name", "m")):
+            self.report(ShardInitialised, server, trainer_id=trainer, **about)
+
+    def ready(self, trainer, spec=SPEC, epoch=1):
+        """A model with its initial values from `trainer`, which is attached to it."""
+        assert self.register(trainer, spec) is None
+        self.shards_created(name=spec.name, epoch=epoch)
+        assert self.register(trainer, spec).initialise
+        self.shards_initialised(trainer, name=spec.name, epoch=epoch)
+        assert not self.register(trainer, spec).initialise
+        self.attach(trainer, spec.name)
+        self.told()
+
+    def commit(self, trainer, step, *, servers=None, samples=1, **about):
+        for server in servers or self.placed():
+            self.report(Committed, server, trainer_id=trainer, step=step, samples=samples, options=OPTIONS, **about)
+
+    def applied(self, round_number, *, servers=None, **fields):
+        for server in servers or self.placed():
+            self.report(Applied, server, round=round_number, version=round_number, **fields)
+
+    def pass_time(self, seconds, *, heard=(), renewed=()):
+        """Moves on in small steps, as a coordinator does that is not paused."""
+        for _ in range(round(seconds / 0.5)):
+            self.clock.advance(0.5)
+            for server in heard:
+                self.coordinator.server_heard(server, self.clock.now_s())
+            for trainer in renewed:
+                self.renew(trainer)
+            self.coordinator.expire(self.clock.now_s())
+
+    def renew(self, trainer, **figures):
+        figures = {"sent_bytes": 0, "received_bytes": 0, "reported": {}, **figures}
+        self.coordinator.renew(trainer, now_s=self.clock.now_s(), **figures)
+
+    def status(self):
+        return self.coordinator.status(self.clock.now_s())
+
+    def model(self, name="m"):
+        (model,) = (each for each in self.status().models if each.name == name)
+        return model
+
+
+@pytest.fixture
+def cluster():
+    """Two servers, both with a part of the model, which is not registered yet."""
+    return Cluster(2)
+
+
+# Trainers
+
+
+def test_a_nonce_that_joins_twice_gets_the_same_id(cluster):
+    assert cluster.join("a", 0) == cluster.join("a", 0)
+
+
+def test_a_rank_that_a_living_trainer_holds_is_taken_until_its_lease_ends(cluster):
+    cluster.join("a", 0)
+    with pytest.raises(RankTaken, match="rank 0"):
+        cluster.join("b", 0)
+    cluster.pass_time(TRAINER_LEASE_S, heard=("s0", "s1"))
+    cluster.join("b", 0)
+
+
+def test_ids_are_never_reused():
+    cluster = Cluster(first_trainer_id=70)
+    seen = []
+    for number in range(5):
+        seen.append(cluster.join(f"nonce {number}", 0))
+        cluster.coordinator.leave(cluster.new_id(seen[-1]))
+    assert seen == [70, 71, 72, 73, 74]
+
+
+def test_a_trainer_whose_lease_has_ended_is_refused_for_ever(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.pass_time(TRAINER_LEASE_S, heard=("s0", "s1"))
+    for call in (
+        lambda: cluster.renew(trainer),
+        lambda: cluster.register(trainer),
+        lambda: cluster.attach(trainer),
+        lambda: cluster.coordinator.drop_model(cluster.new_id(trainer), "m"),
+        lambda: cluster.join("a"),
+    ):
+        with pytest.raises(TrainerEnded, match=f"trainer {trainer} has ended"):
+            call()
+    assert cluster.model().state == "ready"
+
+
+def test_a_trainer_that_renews_lives_on(cluster):
+    trainer = cluster.join("a")
+    cluster.pass_time(3 * TRAINER_LEASE_S, renewed=[trainer])
+    assert [each.trainer_id for each in cluster.status().trainers] == [trainer]
+
+
+def test_every_server_is_told_once_that_a_trainer_has_ended(cluster):
+    trainer = cluster.join("a")
+    for _ in range(2):
+        cluster.coordinator.leave(cluster.new_id(trainer))
+    assert cluster.told() == {server: [EndTrainer(trainer_id=trainer)] for server in ("s0", "s1")}
+
+
+def test_a_trainer_that_was_never_here_may_leave(cluster):
+    cluster.coordinator.leave(cluster.new_id(99))
+    assert cluster.told() == {}
+
+
+# Registration
+
+
+def test_a_model_is_placed_when_enough_servers_have_joined():
+    cluster = Cluster(1, min_servers=2)
+    trainer = cluster.join("a")
+    assert cluster.register(trainer) is None
+    assert cluster.told() == {}
+    assert cluster.coordinator.waiting_for("m") == "servers: 1 of 2 have joined"
+    cluster.link("s1")
+    assert cluster.register(trainer) is None
+    told = cluster.told()
+    assert [(server, type(command)) for server, (command,) in told.items()] == [
+        ("s0", CreateShard),
+        ("s1", CreateShard),
+    ]
+    parts = [(command.first_bucket, command.last_bucket) for (command,) in told.values()]
+    assert parts[0][0] == 0
+    assert parts[0][1] == parts[1][0]
+    assert "s0, s1" in cluster.coordinator.waiting_for("m")
+
+
+def test_servers_whose_lease_has_ended_do_not_count(cluster):
+    cluster.pass_time(SERVER_LEASE_S + 0.5, heard=["s0"])
+    cluster.register(cluster.join("a"))
+    assert list(cluster.told()) == ["s0"]
+
+
+def test_the_first_trainer_initialises_and_others_wait(cluster):
+    first, second = cluster.join("a"), cluster.join("b")
+    cluster.register(first)
+    cluster.shards_created()
+    registration = cluster.register(first)
+    assert registration.initialise
+    assert [place.server for place in registration.placement] == ["s0", "s1"]
+    assert cluster.register(second) is None
+    assert cluster.coordinator.waiting_for("m") == f"initial values from trainer {first}"
+    cluster.told()
+    cluster.report(ShardInitialised, "s0", trainer_id=first)
+    assert cluster.told() == {}
+    cluster.report(ShardInitialised, "s1", trainer_id=first)
+    assert cluster.told() == {server: [ModelReady(model="m", epoch=1)] for server in ("s0", "s1")}
+    assert not cluster.register(second).initialise
+    assert not cluster.register(first).initialise
+
+
+def test_when_the_initialiser_s_lease_ends_the_next_trainer_initialises(cluster):
+    first = cluster.join("a")
+    cluster.register(first)
+    cluster.shards_created()
+    assert cluster.register(first).initialise
+    cluster.report(ShardInitialised, "s0", trainer_id=first)
+    second = cluster.join("b")
+    cluster.pass_time(TRAINER_LEASE_S, heard=("s0", "s1"), renewed=[second])
+    assert cluster.register(second).initialise
+    cluster.shards_initialised(first)
+    assert cluster.model().state == "initialising"
+    cluster.report(ShardInitialised, "s1", trainer_id=second)
+    assert cluster.model().state == "initialising"
+    cluster.report(ShardInitialised, "s0", trainer_id=second)
+    assert cluster.model().state == "ready"
+
+
+def test_a_repeated_registration_gets_the_recorded_answer(cluster):
+    first = cluster.join("a")
+    cluster.register(first)
+    cluster.shards_created()
+    push_id = cluster.new_id(first)
+    answer = cluster.coordinator.register(push_id, SPEC)
+    cluster.shards_initialised(first)
+    assert cluster.coordinator.register(push_id, SPEC) == answer
+    assert answer.initialise
+
+
+def test_a_registration_that_was_acknowledged_is_not_answered_again(cluster):
+    first = cluster.join("a")
+    cluster.ready(first)
+    push_id = PushId(first, 1000, 1)
+    cluster.coordinator.register(push_id, SPEC)
+    cluster.coordinator.register(PushId(first, 1001, 1001), SPEC)
+    with pytest.raises(StalePush):
+        cluster.coordinator.register(push_id, SPEC)
+
+
+def test_parameter_order_that_differs_between_workers_is_refused_and_the_first_difference_named(cluster):
+    spec = model_spec(tensors=(tensor_spec("w", 4), tensor_spec("b", 4), tensor_spec("v", 4)))
+    cluster.register(cluster.join("a"), spec)
+    other = dataclasses.replace(spec, tensors=(spec.tensors[0], spec.tensors[2], spec.tensors[1]))
+    with pytest.raises(
+        LayoutMismatch, match=r"tensor 1: expected 'b' \[4\] float32 group 0, got 'v' \[4\] float32 group 0"
+    ):
+        cluster.register(cluster.join("b"), other)
+
+
+def test_a_second_model_under_a_taken_name_is_refused_and_the_first_one_is_unharmed(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    with pytest.raises(LayoutMismatch, match="'m' is registered with another description"):
+        cluster.register(cluster.join("b"), model_spec(tensors=(tensor_spec("other", 3),)))
+    assert cluster.told() == {}
+    assert cluster.model().state == "ready"
+
+
+def test_a_model_that_cannot_be_distributed_leaves_nothing_behind(cluster):
+    with pytest.raises(InvalidRequest, match="multiple of 64"):
+        cluster.register(cluster.join("a"), model_spec(bucket_bytes=1))
+    assert cluster.told() == {}
+    assert cluster.status().models == ()
+
+
+def test_several_models_live_side_by_side(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.ready(trainer, model_spec(name="n"), epoch=2)
+    cluster.commit(trainer, 1, name="n", epoch=2, servers=cluster.placed("n"))
+    assert (cluster.model("m").round, cluster.model("n").round) == (0, 1)
+
+
+def test_a_trainer_attaches_to_a_model_that_is_registered_only(cluster):
+    with pytest.raises(UnknownModel, match="'m' is not registered here"):
+        cluster.attach(cluster.join("a"))
+
+
+# Rounds
+
+
+def test_a_round_is_decided_when_every_shard_has_everything(cluster):
+    trainer = cluster.join("a", 0)
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1, servers=["s0"])
+    assert cluster.told() == {}
+    cluster.commit(trainer, 1, servers=["s1"])
+    told = cluster.told()
+    assert told["s0"] == told["s1"]
+    (apply,) = told["s0"]
+    assert (apply.model, apply.epoch, apply.decision.round) == ("m", 1, 1)
+
+
+def test_a_repeated_report_decides_nothing_twice(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1)
+    cluster.told()
+    cluster.commit(trainer, 1)
+    cluster.shards_created()
+    cluster.shards_initialised(trainer)
+    cluster.applied(1)
+    cluster.applied(1)
+    assert cluster.told() == {}
+    assert cluster.model().round == 1
+
+
+def test_a_trainer_that_dies_between_its_commits_is_in_no_round_and_the_others_go_on(cluster):
+    first, second = cluster.join("a", 0), cluster.join("b", 1)
+    cluster.ready(first)
+    cluster.attach(second)
+    cluster.commit(second, 1, servers=["s0"])
+    cluster.commit(first, 1)
+    assert cluster.told() == {}
+    cluster.pass_time(TRAINER_LEASE_S, heard=("s0", "s1"), renewed=[first])
+    told = cluster.told()["s0"]
+    assert [type(command) for command in told] == [EndTrainer, Apply]
+    assert [each.trainer_id for each in told[1].decision.contributions] == [first]
+    cluster.commit(second, 1)
+    assert cluster.told() == {}
+
+
+def test_a_repeated_attach_answers_the_same_and_counts_once(cluster):
+    spec = model_spec(world_size=2)
+    trainer = cluster.join("a")
+    cluster.ready(trainer, spec)
+    push_id = cluster.new_id(trainer)
+    assert cluster.coordinator.attach(push_id, "m") == cluster.coordinator.attach(push_id, "m") == 0
+    assert cluster.model().missing_trainers == 1
+
+
+def test_an_attach_that_completes_the_world_lets_the_first_round_be_decided():
+    cluster = Cluster(1)
+    first, second = cluster.join("a", 0), cluster.join("b", 1)
+    cluster.ready(first, model_spec(world_size=2))
+    cluster.commit(first, 1)
+    assert cluster.told() == {}
+    cluster.attach(second)
+    cluster.commit(second, 1)
+    assert len(cluster.told()["s0"][0].decision.contributions) == 2
+
+
+def test_a_round_that_a_server_cannot_apply_fails_the_model_by_name(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1)
+    cluster.told()
+    cluster.applied(1, servers=["s1"], failure="RuntimeError: boom")
+    assert cluster.model().state == "failed"
+    assert "server s1 could not apply round 1: RuntimeError: boom" in cluster.model().failure
+    assert {type(command) for commands in cluster.told().values() for command in commands} == {FailModel}
+    cluster.commit(trainer, 2)
+    assert cluster.told() == {}
+
+
+def test_a_shard_that_cannot_be_made_fails_the_model_by_name(cluster):
+    trainer = cluster.join("a")
+    cluster.register(trainer)
+    cluster.report(ShardCreated, "s1", failure="MemoryError: no")
+    with pytest.raises(ModelFailed, match="server s1 could not make its shard: MemoryError: no"):
+        cluster.register(trainer)
+
+
+# Servers
+
+
+def test_a_lost_server_fails_its_models_by_name_and_the_other_servers_are_told(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    assert cluster.coordinator.expire(cluster.clock.now_s()) is False
+    cluster.pass_time(SERVER_LEASE_S + 0.5, heard=["s0"], renewed=[trainer])
+    told = cluster.told()
+    assert list(told) == ["s0"]
+    ((failed,),) = told.values()
+    assert isinstance(failed, FailModel)
+    assert "'m'" in failed.reason
+    assert "server s1 at s1:1 was lost: nothing was heard from it for 4 s" in failed.reason
+    for call in (lambda: cluster.register(trainer), lambda: cluster.attach(trainer)):
+        with pytest.raises(ModelFailed, match="server s1 at s1:1 was lost"):
+            call()
+
+
+def test_a_lost_server_without_a_part_of_a_model_does_not_harm_it():
+    cluster = Cluster(5)
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    idle = sorted({f"s{number}" for number in range(5)} - set(cluster.placed()))
+    assert idle
+    cluster.pass_time(SERVER_LEASE_S + 0.5, heard=cluster.placed(), renewed=[trainer])
+    assert cluster.model().state == "ready"
+    assert [server.name for server in cluster.status().servers if not server.alive] == idle
+
+
+def test_a_server_that_is_heard_of_lives_on(cluster):
+    cluster.pass_time(3 * SERVER_LEASE_S, heard=("s0", "s1"))
+    assert all(server.alive for server in cluster.status().servers)
+
+
+def test_a_second_server_under_the_name_of_a_linked_one_is_refused(cluster):
+    with pytest.raises(ConfigError, match="'s0' is linked already, from s0:1"):
+        cluster.link("s0", incarnation=2)
+    assert cluster.status().servers[0].alive
+
+
+def test_a_server_restarted_under_its_name_fails_its_models_and_serves_new_ones(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.link("s1", incarnation=2)
+    assert cluster.model().state == "failed"
+    assert "server s1 at s1:1 was lost: it was restarted" in cluster.model().failure
+    assert [type(command) for command in cluster.told()["s0"]] == [FailModel]
+    assert all(server.alive for server in cluster.status().servers)
+    cluster.ready(trainer, model_spec(name="n"), epoch=2)
+    assert cluster.placed("n") == ["s0", "s1"]
+
+
+def test_a_server_whose_lease_has_ended_does_not_come_back_as_it_was(cluster):
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.pass_time(SERVER_LEASE_S + 0.5, heard=["s0"])
+    with pytest.raises(ConfigError, match="lease of server 's1' has ended"):
+        cluster.link("s1", incarnation=1)
+    cluster.link("s1", incarnation=2)
+
+
+def test_a_server_that_links_again_within_its_lease_is_told_everything_again(cluster):
+    trainer, gone = cluster.join("a", 0), cluster.join("b", 1)
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1)
+    cluster.commit(trainer, 2)
+    cluster.applied(1)
+    first_told = cluster.told()
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.coordinator.leave(cluster.new_id(gone))
+    cluster.commit(trainer, 3)
+    assert list(cluster.told()) == ["s0"]
+    cluster.link("s1", incarnation=1)
+    told = cluster.told()
+    assert list(told) == ["s1"]
+    create, ready, second, third, ended = told["s1"]
+    assert (create.epoch, create.spec) == (1, SPEC)
+    assert ready == ModelReady(model="m", epoch=1)
+    assert second == first_told["s1"][1]
+    assert third.decision.round == 3
+    assert ended == EndTrainer(trainer_id=gone)
+    assert cluster.model().state == "ready"
+
+
+def test_a_server_that_links_again_while_its_model_is_not_ready_is_told_to_make_its_shard(cluster):
+    cluster.register(cluster.join("a"))
+    first_told = cluster.told()
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.link("s1", incarnation=1)
+    assert cluster.told() == {"s1": first_told["s1"]}
+
+
+def test_a_server_that_links_again_is_told_that_its_model_has_failed(cluster):
+    cluster.ready(cluster.join("a"))
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.applied(1, servers=["s0"], failure="boom")
+    assert "s1" not in cluster.told()
+    cluster.link("s1", incarnation=1)
+    (failed,) = cluster.told()["s1"]
+    assert isinstance(failed, FailModel)
+    assert "boom" in failed.reason
+
+
+def test_the_end_of_an_older_process_s_link_does_not_unlink_its_successor(cluster):
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.link("s1", incarnation=2)
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.register(cluster.join("a"))
+    assert "s1" in cluster.told()
+
+
+def test_what_is_unknown_about_servers_changes_nothing(cluster):
+    cluster.coordinator.server_heard("s9", cluster.clock.now_s())
+    cluster.coordinator.server_unlinked("s9", 1)
+    assert [server.name for server in cluster.status().servers] == ["s0", "s1"]
+
+
+# Dropped models and orphans
+
+
+def test_a_dropped_model_frees_its_shards_and_its_name(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    push_id = cluster.new_id(trainer)
+    cluster.coordinator.drop_model(push_id, "m")
+    assert cluster.told() == {server: [DropShard(model="m", epoch=1)] for server in ("s0", "s1")}
+    with pytest.raises(UnknownModel):
+        cluster.attach(trainer)
+    cluster.ready(trainer, model_spec(tensors=(tensor_spec("other", 32),)), epoch=2)
+    cluster.coordinator.drop_model(push_id, "m")
+    assert cluster.model().state == "ready"
+    assert cluster.told() == {}
+
+
+def test_dropping_a_model_that_does_not_exist_is_no_error(cluster):
+    cluster.coordinator.drop_model(cluster.new_id(cluster.join("a")), "m")
+    assert cluster.told() == {}
+
+
+def test_a_failed_model_can_be_dropped_and_registered_again(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.applied(1, servers=["s0"], failure="boom")
+    cluster.coordinator.drop_model(cluster.new_id(trainer), "m")
+    cluster.told()
+    cluster.ready(trainer, epoch=2)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        ShardCreated(model="m", epoch=1),
+        ShardInitialised(model="m", epoch=1, trainer_id=1),
+        Committed(model="m", epoch=1, trainer_id=1, step=1, samples=1, options=OPTIONS),
+        Applied(model="m", epoch=1, round=1, version=1, failure="boom"),
+    ],
+    ids=lambda report: type(report).__name__,
+)
+@pytest.mark.parametrize("successor", [False, True], ids=["dropped", "replaced"])
+def test_a_shard_of_a_model_that_is_gone_is_told_to_go(cluster, report, successor):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.coordinator.drop_model(cluster.new_id(trainer), "m")
+    if successor:
+        cluster.ready(trainer, epoch=2)
+    cluster.told()
+    cluster.coordinator.report("s0", report)
+    assert cluster.told() == {"s0": [DropShard(model="m", epoch=1)]}
+    assert [model.state for model in cluster.status().models] == ["ready"] * successor
+
+
+def test_a_shard_on_a_server_that_owns_nothing_of_the_model_is_told_to_go():
+    cluster = Cluster(5)
+    cluster.ready(cluster.join("a"))
+    (idle, *_) = {f"s{number}" for number in range(5)} - set(cluster.placed())
+    cluster.report(ShardCreated, idle)
+    assert cluster.told() == {idle: [DropShard(model="m", epoch=1)]}
+
+
+def test_commands_are_taken_once(cluster):
+    cluster.register(cluster.join("a"))
+    assert cluster.told()
+    assert cluster.told() == {}
+
+
+# Time
+
+
+def test_a_pause_of_the_coordinator_itself_ends_no_lease(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.pass_time(1.0, heard=("s0", "s1"), renewed=[trainer])
+    cluster.clock.advance(1000.0)
+    assert cluster.coordinator.expire(cluster.clock.now_s()) is False
+    assert cluster.model().state == "ready"
+    assert all(server.alive for server in cluster.status().servers)
+    assert len(cluster.status().trainers) == 1
+
+
+def test_after_a_pause_leases_end_when_their_rest_has_passed(cluster):
+    trainer = cluster.join("a")
+    cluster.pass_time(2.0)
+    cluster.clock.advance(1000.0)
+    cluster.coordinator.expire(cluster.clock.now_s())
+    cluster.pass_time(SERVER_LEASE_S - 2.0)
+    assert all(server.alive for server in cluster.status().servers)
+    cluster.pass_time(0.5)
+    assert not any(server.alive for server in cluster.status().servers)
+    assert [each.trainer_id for each in cluster.status().trainers] == [trainer]
+    cluster.pass_time(TRAINER_LEASE_S - SERVER_LEASE_S)
+    assert cluster.status().trainers == ()
+
+
+def test_what_arrives_after_a_pause_but_before_leases_are_judged_is_not_dated_into_the_future(cluster):
+    trainer = cluster.join("a")
+    cluster.clock.advance(1000.0)
+    cluster.coordinator.server_heard("s0", cluster.clock.now_s())
+    cluster.renew(trainer)
+    cluster.coordinator.expire(cluster.clock.now_s())
+    assert cluster.status().servers[0].silent_s == 0
+    assert cluster.status().trainers[0].lease_s == TRAINER_LEASE_S
+
+
+# Status
+
+
+def test_status_shows_what_the_cluster_looks_like(cluster):
+    second, first = cluster.join("b", 1), cluster.join("a", 0)
+    cluster.ready(first, model_spec(world_size=3))
+    cluster.attach(second)
+    cluster.renew(first, sent_bytes=10, received_bytes=20, reported={"loss": 0.5})
+    cluster.commit(first, 4, servers=["s0"])
+    cluster.clock.advance(1.0)
+    status = cluster.status()
+    assert [(each.name, each.address, each.alive, each.silent_s) for each in status.servers] == [
+        ("s0", "s0:1", True, 1.0),
+        ("s1", "s1:1", True, 1.0),
+    ]
+    (model,) = status.models
+    assert (model.name, model.state, model.failure, model.optimizer) == ("m", "ready", "", "SGD")
+    assert (model.round, model.waiting_for_ranks, model.missing_trainers) == (0, (0, 1), 1)
+    assert [shard.server for shard in model.shards] == ["s0", "s1"]
+    assert [(each.trainer_id, each.rank, each.step) for each in status.trainers] == [(first, 0, 4), (second, 1, 0)]
+    assert status.trainers[0].lease_s == TRAINER_LEASE_S - 1.0
+    assert (status.trainers[0].sent_bytes, status.trainers[0].received_bytes) == (10, 20)
+    assert status.trainers[0].reported == {"loss": 0.5}
+
+
+def test_status_shows_the_round_of_each_shard(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1)
+    cluster.applied(1, servers=["s1"])
+    assert [(shard.server, shard.round, shard.version) for shard in cluster.model().shards] == [
+        ("s0", 0, 0),
+        ("s1", 1, 1),
+    ]
+    assert cluster.model().round == 1

@@ -1,0 +1,97 @@
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pserver.core.membership import MAX_RANK, Membership
+from pserver.errors import InvalidRequest, PserverError, RankTaken, TrainerEnded
+
+
+@pytest.fixture
+def members():
+    return Membership(lease_s=10.0, first_id=100)
+
+
+def test_ids_start_where_the_last_coordinator_ended_and_grow(members):
+    assert [members.join(nonce, -1, 0.0).trainer_id for nonce in "abc"] == [100, 101, 102]
+
+
+def test_a_nonce_that_joins_twice_gets_the_same_id_and_a_longer_lease(members):
+    first = members.join("a", 3, 0.0)
+    again = members.join("a", 3, 4.0)
+    assert (again.trainer_id, again.rank, again.lease_ends_s) == (first.trainer_id, 3, 14.0)
+    assert len(members.members) == 1
+
+
+def test_a_nonce_whose_lease_has_ended_does_not_come_back(members):
+    members.end(members.join("a", 0, 0.0).trainer_id)
+    with pytest.raises(TrainerEnded, match="connect again"):
+        members.join("a", 0, 1.0)
+
+
+def test_a_rank_that_a_living_trainer_holds_is_refused_and_named(members):
+    members.join("a", 3, 0.0)
+    with pytest.raises(RankTaken, match=r"rank 3 belongs to trainer 100, whose lease runs for another 7\.0 s"):
+        members.join("b", 3, 3.0)
+
+
+def test_a_rank_is_free_again_when_the_lease_has_ended(members):
+    members.end(members.join("a", 3, 0.0).trainer_id)
+    assert members.join("b", 3, 1.0).rank == 3
+
+
+def test_without_a_rank_the_lowest_free_one_is_taken(members):
+    members.join("a", 0, 0.0)
+    members.join("c", 2, 0.0)
+    assert members.join("b", -1, 0.0).rank == 1
+    assert members.join("d", -1, 0.0).rank == 3
+
+
+@pytest.mark.parametrize(("nonce", "rank"), [("", 0), ("a", -2), ("a", MAX_RANK)])
+def test_requests_without_nonce_or_with_an_absurd_rank_are_refused(members, nonce, rank):
+    with pytest.raises(InvalidRequest):
+        members.join(nonce, rank, 0.0)
+
+
+def test_renewing_moves_the_end_of_the_lease(members):
+    trainer_id = members.join("a", 0, 0.0).trainer_id
+    assert members.renew(trainer_id, 9.0).lease_ends_s == 19.0
+    assert members.overdue(18.9) == []
+    assert members.overdue(19.0) == [trainer_id]
+
+
+def test_an_ended_id_is_refused_for_ever(members):
+    trainer_id = members.join("a", 0, 0.0).trainer_id
+    assert members.end(trainer_id)
+    assert not members.end(trainer_id)
+    for call in (members.require, lambda each: members.renew(each, 1.0)):
+        with pytest.raises(TrainerEnded, match=f"trainer {trainer_id} has ended"):
+            call(trainer_id)
+    assert members.ended == {trainer_id}
+
+
+def test_an_id_that_was_never_given_out_is_another_error(members):
+    with pytest.raises(InvalidRequest, match="trainer 5 is unknown"):
+        members.require(5)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["join", "end", "renew"]), st.integers(0, 9), st.integers(-1, 3)), max_size=40)
+)
+def test_ids_are_never_reused_and_ranks_of_the_living_differ(actions):
+    members = Membership(lease_s=10.0, first_id=1)
+    given_out: dict[int, str] = {}
+    for action, number, rank in actions:
+        nonce = f"nonce {number}"
+        with suppress(PserverError):
+            if action == "join":
+                member = members.join(nonce, rank, 0.0)
+                assert given_out.setdefault(member.trainer_id, nonce) == nonce
+            elif action == "end":
+                members.end(number)
+            else:
+                members.renew(number, 1.0)
+        ranks = [member.rank for member in members.members]
+        assert len(set(ranks)) == len(ranks)
+        assert not members.ended & {member.trainer_id for member in members.members}

@@ -1,0 +1,60 @@
+from fractions import Fraction
+from math import gcd
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pserver.core.reduce import weighted_mean_, weights_and_divisor
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=8))
+def test_weights_are_the_samples_without_their_common_divisor(samples):
+    weights, divisor = weights_and_divisor(samples)
+    assert divisor == sum(weights)
+    if any(samples):
+        assert gcd(*weights) == 1
+        assert [Fraction(weight, divisor) for weight in weights] == [Fraction(each, sum(samples)) for each in samples]
+
+
+def test_equal_batches_have_weight_one_each():
+    assert weights_and_divisor([32, 32, 32]) == ([1, 1, 1], 3)
+    assert weights_and_divisor([17]) == ([1], 1)
+
+
+@pytest.mark.parametrize("samples", [[], [0], [0, 0]])
+def test_without_samples_the_divisor_is_zero(samples):
+    assert weights_and_divisor(samples) == ([0] * len(samples), 0)
+
+
+def test_a_trainer_without_samples_has_no_weight():
+    assert weights_and_divisor([6, 0, 4]) == ([3, 0, 2], 5)
+
+
+def test_one_gradient_passes_through_unchanged():
+    gradient = torch.tensor([1e-45, -0.0, torch.inf, 3e38])
+    before = gradient.clone()
+    mean = weighted_mean_([gradient], [1], 1)
+    assert torch.equal(mean, before)
+    assert torch.equal(mean.signbit(), before.signbit())
+
+
+def test_equal_weights_are_a_plain_sum_in_the_order_given():
+    """In single precision the order shows: 1 is lost beside 2**24 unless the two 1s meet first."""
+    large, one = torch.tensor([2.0**24]), torch.tensor([1.0])
+    assert weighted_mean_([large.clone(), one.clone(), one.clone()], [1, 1, 1], 1).item() == 2.0**24
+    assert weighted_mean_([one.clone(), one.clone(), large.clone()], [1, 1, 1], 1).item() == 2.0**24 + 2
+
+
+@given(st.lists(st.tuples(st.integers(-99, 99), st.integers(1, 9)), min_size=1, max_size=5))
+def test_the_mean_is_the_weighted_sum_over_the_divisor(parts):
+    weights = [weight for _, weight in parts]
+    gradients = [torch.full((3,), float(value), dtype=torch.float64) for value, _ in parts]
+    mean = weighted_mean_(gradients, weights, sum(weights))
+    assert mean.tolist() == [sum(value * weight for value, weight in parts) / sum(weights)] * 3
+
+
+def test_the_first_gradient_holds_the_result():
+    gradients = [torch.ones(2), torch.ones(2)]
+    assert weighted_mean_(gradients, [1, 1], 2) is gradients[0]

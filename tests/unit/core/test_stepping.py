@@ -1,0 +1,201 @@
+import pytest
+import torch
+from core_builders import empty_flats, tensor_spec, view_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pserver.core.optimizers import OPTIMIZERS, constructor_arguments, numeric_options
+from pserver.core.stepping import BucketStepper
+from pserver.wire.layout import build_layout
+
+RAGGED = ((7,), (16,), (33,), (1,), (), (1000,), (16, 16), (3, 5))
+NUM_STEPS = 5
+CONFIGURATIONS = {
+    "SGD": ("SGD", {"lr": 0.1}),
+    "SGD-weight_decay": ("SGD", {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
+    "SGD-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+    "SGD-nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adam": ("Adam", {"lr": 0.01}),
+    "Adam-amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01, "betas": (0.8, 0.99)}),
+    "AdamW": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+}
+IMPLEMENTATIONS = {"fused": {"fused": True}, "loop": {"foreach": False}, "foreach": {"foreach": True}}
+#: For each step the tensors without a gradient.
+ABSENCES = {
+    "never": lambda step: set(),
+    "some always and some from the third step on": lambda step: {1, 2} if step < 2 else {1, 2, 0, 5},
+    "until the third step": lambda step: {0, 3, 5} if step < 2 else set(),
+    "alternating": lambda step: {0, 2, 5} if step % 2 else {1, 4, 6},
+    "all in one step": lambda step: set(range(len(RAGGED))) if step == 2 else set(),
+}
+
+each_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that meet after every small operation take most of the time when all cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Pair:
+    """A model in buckets, each with its stepper, and the same tensors with one torch optimizer each."""
+
+    def __init__(self, name, options, shapes=RAGGED, *, bucket_bytes=0, dtype=torch.float32):
+        self._generator = torch.Generator().manual_seed(11)
+        self.name = name
+        self.layout = build_layout(
+            [tensor_spec(f"t{i}", *shape, dtype=dtype) for i, shape in enumerate(shapes)], bucket_bytes
+        )
+        (self.values,) = empty_flats(self.layout)
+        self.expected = [torch.nn.Parameter(self._random(shape, dtype)) for shape in shapes]
+        for index, tensor in enumerate(self.expected):
+            self.view(self.values, index).copy_(tensor.detach())
+        self.local = [OPTIMIZERS[name].cls([tensor], **options) for tensor in self.expected]
+        group = constructor_arguments(name, self.local[0].param_groups[0])
+        self.steppers = [
+            BucketStepper(name, group, self.values[bucket.start : bucket.stop], segments)
+            for bucket, segments in zip(self.layout.buckets, self.layout.segments, strict=True)
+        ]
+
+    def _random(self, shape, dtype):
+        return torch.randn(shape, dtype=dtype, generator=self._generator)
+
+    def view(self, flat, index):
+        return view_of([flat], self.layout, index)
+
+    def step(self, absent=frozenset(), **changed_options):
+        """One step on both sides with the same random gradients."""
+        gradients = torch.zeros_like(self.values)
+        for index, (tensor, optimizer) in enumerate(zip(self.expected, self.local, strict=True)):
+            optimizer.param_groups[0].update(changed_options)
+            tensor.grad = None
+            if index not in absent:
+                tensor.grad = self._random(tensor.shape, tensor.dtype)
+                self.view(gradients, index).copy_(tensor.grad)
+            optimizer.step()
+        options = numeric_options(self.name, self.local[0].param_groups[0])
+        for bucket, stepper in zip(self.layout.buckets, self.steppers, strict=True):
+            stepper.step_(gradients[bucket.start : bucket.stop].clone(), frozenset(absent), options)
+
+    def different(self):
+        """The tensors whose bits differ."""
+        return [
+            index
+            for index, tensor in enumerate(self.expected)
+            if not torch.equal(self.view(self.values, index), tensor)
+        ]
+
+    def counts(self):
+        """Every step count that servers keep for a tensor; a tensor cut over buckets has several."""
+        counts = [set() for _ in self.expected]
+        for stepper in self.steppers:
+            for segments, state in stepper.state():
+                for segment in segments:
+                    counts[segment.tensor].add(int(state["step"]) if state else 0)
+        return counts
+
+
+def pair(configuration, implementation, **fields):
+    name, options = CONFIGURATIONS[configuration]
+    return Pair(name, {**options, **IMPLEMENTATIONS[implementation]}, **fields)
+
+
+@each_configuration
+@each_implementation
+@pytest.mark.parametrize("absence", ABSENCES)
+@pytest.mark.parametrize("bucket_bytes", [0, 1024], ids=["whole", "cut"])
+def test_steps_equal_torch_s_own_to_the_bit(configuration, implementation, absence, bucket_bytes):
+    both = pair(configuration, implementation, bucket_bytes=bucket_bytes)
+    for step in range(NUM_STEPS):
+        both.step(ABSENCES[absence](step))
+        assert both.different() == []
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_without_a_choice_steps_equal_torch_s_fused_ones(configuration):
+    name, options = CONFIGURATIONS[configuration]
+    both = Pair(name, options)
+    fused = Pair(name, {**options, "fused": True})
+    for _ in range(3):
+        both.step()
+        fused.step()
+    assert torch.equal(both.values, fused.values)
+
+
+@each_configuration
+@each_implementation
+def test_large_tensors_that_torch_splits_over_threads_equal_torch_s_own(configuration, implementation):
+    torch.set_num_threads(2)
+    both = pair(
+        configuration, implementation, shapes=((200_003,), (16_384,), (16_384,), (16_400,), (33,)), bucket_bytes=1 << 18
+    )
+    for _ in range(2):
+        both.step()
+    assert both.different() == []
+
+
+@each_configuration
+@each_implementation
+def test_double_precision_equals_torch_s_own(configuration, implementation):
+    both = pair(configuration, implementation, dtype=torch.float64, bucket_bytes=256)
+    for step in range(3):
+        both.step({0, 5} if step == 1 else set())
+    assert both.different() == []
+
+
+@each_implementation
+def test_options_that_schedulers_change_are_used_from_the_next_step_on(implementation):
+    both = pair("SGD-momentum", implementation)
+    for lr, momentum in ((0.1, 0.9), (0.05, 0.8), (0.0, 0.7)):
+        both.step(lr=lr, momentum=momentum)
+    assert both.different() == []
+    both = pair("Adam", implementation)
+    for lr, beta in ((0.1, 0.9), (0.05, 0.8), (0.0, 0.7)):
+        both.step(lr=lr, betas=(beta, 0.99))
+    assert both.different() == []
+
+
+@each_implementation
+@pytest.mark.parametrize("bucket_bytes", [0, 64], ids=["whole", "cut"])
+def test_each_parameter_has_its_own_step_count(implementation, bucket_bytes):
+    both = pair("Adam", implementation, bucket_bytes=bucket_bytes)
+    present = [0] * len(RAGGED)
+    for absent in ({0}, {0, 5}, set(), {1, 2, 5}, {0}):
+        both.step(absent)
+        present = [count + (index not in absent) for index, count in enumerate(present)]
+        assert both.counts() == [{count} for count in present]
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.frozensets(st.integers(0, len(RAGGED) - 1)), min_size=1, max_size=6),
+    st.sampled_from([0, 64, 320]),
+    st.sampled_from(list(CONFIGURATIONS)),
+    st.sampled_from(list(IMPLEMENTATIONS)),
+)
+def test_any_tensors_may_be_absent_in_any_step(absences, bucket_bytes, configuration, implementation):
+    both = pair(configuration, implementation, bucket_bytes=bucket_bytes)
+    for absent in absences:
+        both.step(absent)
+    assert both.different() == []
+
+
+@each_implementation
+def test_padding_between_tensors_is_not_stepped(implementation):
+    both = pair("SGD-weight_decay", implementation, shapes=((7,), (3,)))
+    both.values[7:16] = 5.0
+    both.step()
+    assert both.values[7:16].tolist() == [5.0] * 9
+
+
+def test_a_step_takes_no_gradient_over_into_the_next_one():
+    both = pair("SGD", "fused", shapes=((16,),))
+    both.step()
+    before = both.values.clone()
+    both.step({0})
+    assert torch.equal(both.values, before)

@@ -1,0 +1,103 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pserver.core.staging import Staging
+from pserver.transport import chunks as chunks_module
+from pserver.transport.chunks import MESSAGE_BYTES, ChunkPacker
+from pserver.wire.layout import TensorSpec, build_layout
+from pserver.wire.tensors import memory_of, to_bytes
+
+SMALL_MESSAGE_BYTES = 100
+
+
+def buckets_of(bucket_bytes, *tensors):
+    specs = [
+        TensorSpec(name=f"t{index}", shape=(size,), dtype=dtype, group=0) for index, (size, dtype) in enumerate(tensors)
+    ]
+    return build_layout(specs, bucket_bytes).buckets
+
+
+def packed(buckets, values):
+    packer = ChunkPacker()
+    messages = [message for bucket in buckets for message in packer.add(bucket, memory_of(values[bucket.index]))]
+    return [*messages, packer.rest()]
+
+
+@pytest.fixture
+def small_messages(monkeypatch):
+    monkeypatch.setattr(chunks_module, "MESSAGE_BYTES", SMALL_MESSAGE_BYTES)
+
+
+small = pytest.mark.usefixtures("small_messages")
+sizes = st.lists(
+    st.tuples(st.integers(1, 200), st.sampled_from([torch.float32, torch.float16, torch.int8])), min_size=1, max_size=5
+)
+
+
+@small
+@given(sizes, st.sampled_from([64, 128, 320]))
+def test_buckets_round_trip_through_messages(tensors, bucket_bytes):
+    buckets = buckets_of(bucket_bytes, *tensors)
+    values = {bucket.index: torch.randint(-99, 99, (bucket.num_elements,)).to(bucket.dtype) for bucket in buckets}
+    staging = Staging(buckets)
+    for message in packed(buckets, values):
+        for chunk in message:
+            staging.add_chunk(chunk.bucket, chunk.offset_bytes, chunk.dtype, chunk.data)
+    staged = staging.complete()
+    assert all(torch.equal(staged[index], values[index]) for index in values)
+
+
+@small
+@given(sizes, st.sampled_from([64, 128, 320]))
+def test_messages_are_full_but_never_too_full(tensors, bucket_bytes):
+    buckets = buckets_of(bucket_bytes, *tensors)
+    values = {bucket.index: torch.zeros(bucket.num_elements, dtype=bucket.dtype) for bucket in buckets}
+    *full, rest = [[len(chunk.data) for chunk in message] for message in packed(buckets, values)]
+    assert all(0 < sum(message) <= SMALL_MESSAGE_BYTES for message in full)
+    assert 0 < sum(rest) <= SMALL_MESSAGE_BYTES
+    for message, following in pairwise([*full, rest]):
+        assert sum(message) + following[0] > SMALL_MESSAGE_BYTES
+
+
+@small
+def test_a_chunk_never_crosses_a_bucket():
+    buckets = buckets_of(64, (16, torch.float32), (16, torch.float32))
+    values = {0: torch.zeros(16), 1: torch.ones(16)}
+    chunks = [chunk for message in packed(buckets, values) for chunk in message]
+    assert [(chunk.bucket, chunk.offset_bytes, len(chunk.data)) for chunk in chunks] == [(0, 0, 64), (1, 0, 64)]
+    assert chunks[1].data == to_bytes(values[1])
+
+
+def test_a_large_bucket_is_cut_into_messages_of_one_mebibyte():
+    buckets = buckets_of(4 << 20, (1 << 20, torch.float32))
+    messages = packed(buckets, {0: torch.zeros(1 << 20)})
+    assert [sum(len(chunk.data) for chunk in message) for message in messages] == [MESSAGE_BYTES] * 4
+
+
+def test_many_small_buckets_share_a_message():
+    buckets = buckets_of(64, *[(16, torch.float32)] * 10)
+    (rest,) = packed(buckets, dict.fromkeys(range(10), torch.zeros(16)))
+    assert [chunk.bucket for chunk in rest] == list(range(10))
+
+
+def test_a_chunk_keeps_its_bytes_when_the_buffer_is_used_again():
+    (bucket,) = buckets_of(64, (16, torch.float32))
+    buffer = torch.ones(16)
+    packer = ChunkPacker()
+    assert list(packer.add(bucket, memory_of(buffer))) == []
+    buffer.zero_()
+    (chunk,) = packer.rest()
+    assert chunk.data == to_bytes(torch.ones(16))
+
+
+def test_what_is_left_is_taken_once():
+    (bucket,) = buckets_of(64, (16, torch.float32))
+    packer = ChunkPacker()
+    assert packer.rest() == []
+    list(packer.add(bucket, bytes(64)))
+    assert len(packer.rest()) == 1
+    assert packer.rest() == []

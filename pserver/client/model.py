@@ -98,11 +98,13 @@ class SharedModel:
             LayoutMismatch: another trainer registered it differently; names the first difference.
             DeadlineExceeded: it was not ready in time; says what is missing.
         """
-        while (reply := self._register_once()).initialise:
+        initialised = False
+        while (reply := self._register_once(initialised)).initialise:
             self._shards = self._shard_clients(reply)
             self._values.gather(self._tensors)
             with self._cluster.push_ids.one() as push_id:
                 self._cluster.run(self._initialise(push_id))
+            initialised = True
         self._shards = self._shard_clients(reply)
         with self._cluster.push_ids.one() as push_id:
             request = pb.AttachRequest(push_id=push_id_to_proto(push_id), model=self.name)
@@ -112,11 +114,14 @@ class SharedModel:
         self._cluster.run(self._pull(attached.round, include_buffers=True))
         self._values.scatter_(self._tensors)
 
-    def _register_once(self) -> pb.RegisterModelReply:
+    def _register_once(self, initialised: bool) -> pb.RegisterModelReply:
         timeout_s = self._cluster.settings.timeout_s
         with self._cluster.push_ids.one() as push_id:
             request = pb.RegisterModelRequest(
-                push_id=push_id_to_proto(push_id), spec=spec_to_proto(self._spec), wait_s=timeout_s
+                push_id=push_id_to_proto(push_id),
+                spec=spec_to_proto(self._spec),
+                wait_s=timeout_s,
+                initialised=initialised,
             )
             return self._cluster.call_coordinator(
                 "RegisterModel",

@@ -112,8 +112,12 @@ class Coordinator:
 
     # Models
 
-    def register(self, push_id: PushId, spec: ModelSpec) -> Registration | None:
+    def register(self, push_id: PushId, spec: ModelSpec, *, initialised: bool = False) -> Registration | None:
         """Registers a model, or checks that it is the same as the registered one. None: ask again after a change.
+
+        Args:
+            initialised: this trainer has sent the initial values and every shard has acknowledged them. Its reports may
+                be under way still; it is not asked a second time.
 
         Raises:
             TrainerEnded, LayoutMismatch, ModelFailed, UnsupportedModel, UnsupportedOptimizer, InvalidRequest
@@ -129,7 +133,7 @@ class Coordinator:
                 return None
         model.require_same(spec)
         self._require_alive(model)
-        initialise = model.may_initialise(push_id.trainer_id)
+        initialise = model.may_initialise(push_id.trainer_id) and not initialised
         if not initialise and model.state is not ModelState.READY:
             return None
         registration = Registration(initialise=initialise, placement=model.placement, epoch=model.epoch)

@@ -65,7 +65,7 @@ class CoordinatorHost:
                 queue.put_nowait(command)
         self._changed.notify()
 
-    async def register(self, push_id: PushId, spec: ModelSpec, wait_s: float) -> Registration:
+    async def register(self, push_id: PushId, spec: ModelSpec, *, initialised: bool, wait_s: float) -> Registration:
         """Registers a model and waits until this trainer can go on.
 
         Raises:
@@ -73,7 +73,7 @@ class CoordinatorHost:
         """
         deadline = Deadline(wait_s)
         while True:
-            registration = self.core.register(push_id, spec)
+            registration = self.core.register(push_id, spec, initialised=initialised)
             self.changed()
             if registration is not None:
                 return registration

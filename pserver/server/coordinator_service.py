@@ -46,7 +46,10 @@ class CoordinatorService:
 
     async def register_model(self, request: pb.RegisterModelRequest) -> pb.RegisterModelReply:
         registration = await self._host.register(
-            push_id_from_proto(request.push_id), spec_from_proto(request.spec), request.wait_s
+            push_id_from_proto(request.push_id),
+            spec_from_proto(request.spec),
+            initialised=request.initialised,
+            wait_s=request.wait_s,
         )
         return pb.RegisterModelReply(
             initialise=registration.initialise,

@@ -63,14 +63,16 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RegisterModelRequest(_message.Message):
-    __slots__ = ("push_id", "spec", "wait_s")
+    __slots__ = ("push_id", "spec", "wait_s", "initialised")
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    INITIALISED_FIELD_NUMBER: _ClassVar[int]
     push_id: _types_pb2.PushId
     spec: _types_pb2.ModelSpec
     wait_s: float
-    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    initialised: bool
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ..., initialised: _Optional[bool] = ...) -> None: ...
 
 class RegisterModelReply(_message.Message):
     __slots__ = ("initialise", "placement", "epoch")

@@ -133,7 +133,7 @@ class Coordinator:
                 return None
         model.require_same(spec)
         self._require_alive(model)
-        initialise = model.may_initialise(push_id.trainer_id) and not initialised
+        initialise = not initialised and model.may_initialise(push_id.trainer_id)
         if not initialise and model.state is not ModelState.READY:
             return None
         registration = Registration(initialise=initialise, placement=model.placement, epoch=model.epoch)

@@ -85,7 +85,7 @@ def assert_nothing_is_left(process: Child) -> None:
 def test_script_of_the_readme_runs_to_its_end(launch: Launch, script: WriteScript) -> None:
     first_block = re.search(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert first_block, "README.md has no block of Python"
-    process = launch(script(first_block[1]), servers=2, trainers=2)
+    process = launch(script(first_block[1]), servers=1, trainers=2)
     assert process.wait(LIMIT_S) == 0
     for rank in (0, 1):
         process.wait_for(rf"^\[t{rank}\] \S")

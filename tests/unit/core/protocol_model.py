@@ -645,6 +645,7 @@ class SimTrainer:
         self.epoch = 0
         self.running = True
         self.renews = True
+        self.has_renewed = False
         self.initial = [integers(spec, 100 + number) for spec in TENSORS]
         self.ask: Ask | None = None
         self._reference = reference
@@ -1029,12 +1030,21 @@ class Cluster:
         self.now_s += tick_s
         for trainer in self.trainers:
             if trainer.renews and trainer.trainer_id is not None:
-                self._core.renew(trainer.trainer_id, sent_bytes=0, received_bytes=0, reported={}, now_s=self.now_s)
+                self._renew(trainer)
         for server in self.servers:
             if server.link is not None and server is not silent:
                 self._core.server_heard(server.name, self.now_s)
         if self._core.expire(self.now_s):
             self._changed()
+
+    def _renew(self, trainer: SimTrainer) -> None:
+        try:
+            self._core.renew(trainer.trainer_id, sent_bytes=0, received_bytes=0, reported={}, now_s=self.now_s)
+        except TrainerEnded:
+            assert not trainer.has_renewed, f"the lease of trainer {trainer.trainer_id} has ended, but it renews"
+            trainer.crash()  # it learnt too late that it had joined
+        else:
+            trainer.has_renewed = True
 
     def pause(self, seconds: float) -> None:
         """Time passes, but not for the coordinator: nobody's lease may end for that."""
@@ -1058,17 +1068,23 @@ class Cluster:
                 trainer.crash()
         self.deliver_all()
         self._relink_all()
+        self._settle()
+        for trainer in self.idle_trainers:
+            trainer.act(TakeStep())
+        self._settle()
+        self._check_at_rest()
+
+    def _settle(self) -> None:
+        """Whoever waits repeats its call until all have what they asked for; time passes."""
         for _ in range(MAX_ROUNDS_OF_RETRIES):
             self.deliver_all()
             self.advance(math.ceil(TRAINER_LEASE_S / TICK_S) + 1)
             self.deliver_all()
             waiting = [each for each in self.running_trainers if not each.idle]
             if not waiting:
-                break
+                return
             self._help(waiting)
-        else:
-            raise AssertionError(f"these wait for ever: {[each.ask for each in waiting]}")
-        self._check_at_rest()
+        raise AssertionError(f"these wait for ever: {[each.ask for each in waiting]}")
 
     def _relink_all(self) -> None:
         for server in self.servers:

@@ -5,9 +5,11 @@ differ, a gradient counted twice or never, a mix of rounds, memory that leaks, s
 """
 
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,22 +23,57 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from protocol_model import TICK_S, Abandon, Action, Cluster, PushEarly, Quit, SimServer, SimTrainer, TakeStep
+from protocol_model import (
+    TICK_S,
+    TRAINER_LEASE_S,
+    Abandon,
+    Action,
+    Cluster,
+    PushEarly,
+    Quit,
+    SimServer,
+    SimTrainer,
+    TakeStep,
+)
 
 T = TypeVar("T")
 
 MAX_TRAINERS = 4
 #: In traffic without faults, how often a trainer that waits loses patience and repeats its call, per event.
 IMPATIENCE = 0.05
+LEASE_TICKS = math.ceil(TRAINER_LEASE_S / TICK_S)
 
 #: Chooses one of however many there are.
 PICK = st.integers(0, 255)
-#: How much happens, and in which order.
-TRAFFIC = st.tuples(st.integers(0, 40), st.integers(0, 1 << 16))
+#: How much of the most possible traffic there is, and in which order.
+TRAFFIC = st.tuples(st.integers(0, 100), st.integers(0, 1 << 16))
 STEPS = st.builds(
     TakeStep, samples=st.sampled_from([1, 1, 2, 3, 0]), lr=st.sampled_from([1.0, 2.0, 0.5]), all_pushed=st.booleans()
 )
 ACTIONS = st.one_of(STEPS, st.sampled_from([PushEarly(), PushEarly(), Abandon(), Quit()]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where runs begin, and what they are like.
+
+    Args:
+        prepare: what happens before the first fault.
+        max_traffic: messages that follow a fault, at most.
+        servers_fail: whether servers are lost, too.
+    """
+
+    prepare: Callable[[Cluster], None]
+    max_traffic: int
+    servers_fail: bool = False
+
+
+STAGES = {
+    "nothing is there": Stage(prepare=lambda cluster: None, max_traffic=10),
+    "initialising": Stage(prepare=lambda cluster: cluster.deliver_all(to_shards=False), max_traffic=6),
+    "training": Stage(prepare=Cluster.heal, max_traffic=30),
+    "losing servers": Stage(prepare=Cluster.heal, max_traffic=15, servers_fail=True),
+}
 
 
 def pick_from(items: Sequence[T], pick: int) -> T:
@@ -47,23 +84,17 @@ def pick_from(items: Sequence[T], pick: int) -> T:
 class Protocol(RuleBasedStateMachine):
     """What may happen to a cluster, one rule each; a rule that has nothing to happen to only lets the traffic go on."""
 
-    @initialize(
-        num_servers=st.integers(2, 3),
-        world_size=st.integers(1, 2),
-        num_trainers=st.integers(1, 3),
-        stage=st.sampled_from(["joining", "initialising", "attached", "attached"]),
-        servers_fail=st.sampled_from([False, False, False, True]),
-    )
-    def start(self, num_servers: int, world_size: int, num_trainers: int, stage: str, servers_fail: bool) -> None:
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    @initialize(num_servers=st.integers(2, 3), world_size=st.integers(1, 2), num_trainers=st.integers(1, 3))
+    def start(self, num_servers: int, world_size: int, num_trainers: int) -> None:
         self.cluster = Cluster(num_servers=num_servers, world_size=world_size)
-        self.servers_fail = servers_fail
         self.healed_round = 0
         for _ in range(num_trainers):
             self.cluster.join()
-        if stage == "initialising":
-            self.cluster.deliver_all(to_shards=False)
-        elif stage == "attached":
-            self.cluster.heal()
+        self.stage.prepare(self.cluster)
 
     # The network
 
@@ -118,14 +149,16 @@ class Protocol(RuleBasedStateMachine):
             self.cluster.join()
         self._go_on(traffic)
 
-    @rule(pick=PICK, crash=st.booleans(), traffic=TRAFFIC)
-    def lose_trainer(self, pick: int, crash: bool, traffic: tuple[int, int]) -> None:
+    @rule(pick=PICK, crash=st.booleans(), ends=st.booleans(), traffic=TRAFFIC)
+    def lose_trainer(self, pick: int, crash: bool, ends: bool, traffic: tuple[int, int]) -> None:
         """It dies, or it only stops to renew its lease and goes on with everything else. Another one joins."""
         if running := self.cluster.running_trainers:
             trainer = pick_from(running, pick)
             trainer.renews = False
             if crash:
                 trainer.crash()
+            if ends:
+                self.cluster.advance(LEASE_TICKS)
             self.cluster.join()
         self._go_on(traffic)
 
@@ -134,7 +167,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(pick=PICK, crash=st.booleans(), noticed=st.booleans(), traffic=TRAFFIC)
     def lose_server(self, pick: int, crash: bool, noticed: bool, traffic: tuple[int, int]) -> None:
         """It dies, or it is suspended for longer than its lease."""
-        if self.servers_fail and (running := self._running()):
+        if self.stage.servers_fail and (running := self._running()):
             server = pick_from(running, pick)
             if crash:
                 self.cluster.crash_server(server, noticed=noticed)
@@ -172,9 +205,9 @@ class Protocol(RuleBasedStateMachine):
 
     def _go_on(self, traffic: tuple[int, int]) -> None:
         """Messages arrive in any order, trainers that are idle step, those that wait may repeat their call."""
-        num_events, seed = traffic
+        percent, seed = traffic
         order = random.Random(seed)
-        for _ in range(num_events):
+        for _ in range(self.stage.max_traffic * percent // 100):
             events: list[Callable[[], object]] = [*self.cluster.events()]
             events += [partial(each.act, TakeStep(samples=order.randint(0, 3))) for each in self.cluster.idle_trainers]
             events += [each.send for each in self._waiting() if order.random() < IMPATIENCE]
@@ -188,9 +221,9 @@ class Protocol(RuleBasedStateMachine):
         return [each for each in self.cluster.servers if each.running]
 
 
-def _check(max_examples: int, stateful_step_count: int) -> None:
+def _check(stage: str, max_examples: int, stateful_step_count: int) -> None:
     run_state_machine_as_test(
-        Protocol,
+        partial(Protocol, STAGES[stage]),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=stateful_step_count,
@@ -209,11 +242,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="pserver")
 
 
-def test_protocol_holds_over_a_hostile_network() -> None:
-    _check(max_examples=80, stateful_step_count=40)
+@pytest.mark.parametrize("stage", STAGES)
+def test_protocol_holds_over_a_hostile_network(stage: str) -> None:
+    _check(stage, max_examples=40, stateful_step_count=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_protocol_holds_over_a_hostile_network_for_long() -> None:
-    _check(max_examples=3000, stateful_step_count=60)
+@pytest.mark.parametrize("stage", STAGES)
+def test_protocol_holds_over_a_hostile_network_for_long(stage: str) -> None:
+    _check(stage, max_examples=1000, stateful_step_count=60)

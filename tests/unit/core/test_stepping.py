@@ -25,6 +25,7 @@ ABSENCES = {
     "never": lambda step: set(),
     "some always and some from the third step on": lambda step: {1, 2} if step < 2 else {1, 2, 0, 5},
     "until the third step": lambda step: {0, 3, 5} if step < 2 else set(),
+    "in the third step only": lambda step: {0, 3, 5} if step == 2 else set(),
     "alternating": lambda step: {0, 2, 5} if step % 2 else {1, 4, 6},
     "all in one step": lambda step: set(range(len(RAGGED))) if step == 2 else set(),
 }

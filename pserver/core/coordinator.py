@@ -22,6 +22,7 @@ from pserver.core.messages import (
     ModelSpec,
     Report,
     ShardCreated,
+    ShardFailed,
     ShardInitialised,
     ShardPlacement,
 )
@@ -206,10 +207,13 @@ class Coordinator:
         if server is not None and server.incarnation == incarnation:
             server.linked = False
 
-    def server_heard(self, name: str, now_s: float) -> None:
-        """A message came from a server."""
-        if (server := self._servers.get(name)) is not None:
-            server.heard_s = now_s
+    def server_heard(self, name: str, now_s: float) -> bool:
+        """A message came from a server; False if its lease has ended, and its link should."""
+        server = self._servers.get(name)
+        if server is None or not server.alive:
+            return False
+        server.heard_s = now_s
+        return True
 
     def report(self, server: str, report: Report) -> None:
         """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
@@ -218,20 +222,17 @@ class Coordinator:
             self._tell(server, DropShard(model=report.model, epoch=report.epoch))
             return
         if isinstance(report, ShardCreated):
-            if report.failure:
-                self._fail(model, f"server {server} could not make its shard: {report.failure}")
-            else:
-                model.shard_created(server)
+            model.shard_created(server)
         elif isinstance(report, ShardInitialised):
             if model.shard_initialised(server, report.trainer_id):
                 logger.info("model %s is ready, with the values of trainer %d", model.spec.name, report.trainer_id)
                 for each in model.servers:
-                    self._tell(each, ModelReady(model=model.spec.name, epoch=model.epoch))
+                    self._tell(each, self._ready_command(model))
         elif isinstance(report, Committed):
             model.rounds.committed(server, report)
             self._advance(model)
-        elif report.failure:
-            self._fail(model, f"server {server} could not apply round {report.round}: {report.failure}")
+        elif isinstance(report, ShardFailed):
+            self._fail(model, f"server {server} could not {report.failure}")
         else:
             self._applied(model, server, report)
 
@@ -302,6 +303,10 @@ class Coordinator:
             spec=model.spec, epoch=model.epoch, first_bucket=place.first_bucket, last_bucket=place.last_bucket
         )
 
+    def _ready_command(self, model: Model) -> ModelReady:
+        assert model.initialiser is not None
+        return ModelReady(model=model.spec.name, epoch=model.epoch, initialiser=model.initialiser)
+
     def _advance(self, model: Model) -> None:
         while model.state is ModelState.READY and (decision := model.rounds.decide()) is not None:
             for server in model.servers:
@@ -347,7 +352,7 @@ class Coordinator:
             return
         self._tell(server, self._create_command(model, server))
         if model.state is ModelState.READY:
-            self._tell(server, ModelReady(model=name, epoch=epoch))
+            self._tell(server, self._ready_command(model))
         for decision in model.rounds.outstanding(server):
             self._tell(server, Apply(model=name, epoch=epoch, decision=decision))
 

@@ -41,6 +41,10 @@ class DedupTable(Generic[T]):
                 del outcomes[sequence]
         return outcomes.get(push_id.sequence)
 
+    def look(self, push_id: PushId) -> T | None:
+        """The recorded outcome, or None; forgets nothing and refuses nothing."""
+        return self._outcomes.get(push_id.trainer_id, {}).get(push_id.sequence)
+
     def record(self, push_id: PushId, outcome: T) -> None:
         """Stores the outcome of a mutation."""
         self._outcomes.setdefault(push_id.trainer_id, {})[push_id.sequence] = outcome

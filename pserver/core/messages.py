@@ -77,10 +77,11 @@ class CreateShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReady:
-    """Every shard holds its initial values: no more may come."""
+    """Every shard holds the initial values of `initialiser`: they become the model's, and no more may come."""
 
     model: str
     epoch: int
+    initialiser: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +124,10 @@ Command = CreateShard | ModelReady | Apply | EndTrainer | FailModel | DropShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCreated:
-    """A shard exists, or could not be created and why."""
+    """A shard exists and waits for its initial values."""
 
     model: str
     epoch: int
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +153,21 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """A shard has applied every round up to this one, or could not and why."""
+    """A shard has applied every round up to this one."""
 
     model: str
     epoch: int
     round: int
     version: int
-    failure: str = ""
 
 
-Report = ShardCreated | ShardInitialised | Committed | Applied
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFailed:
+    """A shard could not do what it was told; `failure` says what and why."""
+
+    model: str
+    epoch: int
+    failure: str
+
+
+Report = ShardCreated | ShardInitialised | Committed | Applied | ShardFailed

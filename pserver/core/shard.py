@@ -69,7 +69,7 @@ class Shard:
         self.version = 0
         self.ready = False
         self.failure: str | None = None
-        self._initialiser: int | None = None
+        self._initial: dict[int, dict[int, torch.Tensor]] = {}  # by trainer, until the coordinator says whose count
         self._values = {
             bucket.index: torch.zeros(bucket.num_elements, dtype=element_type(bucket.dtype).master)
             for bucket in self.buckets
@@ -116,15 +116,30 @@ class Shard:
     # Initial values
 
     def initialise(self, push_id: PushId, staging: Staging) -> Report:
-        """Takes every value of this shard; until the model is ready a later initialiser overwrites an earlier one."""
+        """Takes every value of this shard, to be used if the coordinator settles on this trainer's."""
         if self._outcomes.find(push_id) is None:
             if self.ready:
                 raise InvalidRequest(f"model {self.spec.name!r} is ready and trained; its values are not overwritten")
-            for index, values in staging.complete().items():
-                self._values[index].copy_(values)
-            self._initialiser = push_id.trainer_id
+            self._initial[push_id.trainer_id] = staging.complete()
             self._outcomes.record(push_id, Done())
         return ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=push_id.trainer_id)
+
+    def make_ready(self, initialiser: int) -> None:
+        """Fills the shard with one trainer's values; a shard that is ready already keeps what it has.
+
+        Raises:
+            InternalError: that trainer has sent none.
+        """
+        if self.ready:
+            return
+        if initialiser not in self._initial:
+            raise InternalError(
+                f"model {self.spec.name!r}: this shard lacks the initial values of trainer {initialiser}"
+            )
+        for index, values in self._initial[initialiser].items():
+            self._values[index].copy_(values)
+        self._initial.clear()
+        self.ready = True
 
     # Gradients
 
@@ -165,7 +180,7 @@ class Shard:
 
     def outcome(self, push_id: PushId) -> Outcome | None:
         """What became of a mutation; None if it is unknown, for example because its trainer has ended."""
-        return self._outcomes.find(push_id)
+        return self._outcomes.look(push_id)
 
     def drop_context(self, push_id: PushId, context_id: int) -> None:
         """Frees a context that will not be committed."""
@@ -259,8 +274,8 @@ class Shard:
     def reports(self) -> list[Report]:
         """All that the coordinator may have missed while the link was down."""
         found: list[Report] = [ShardCreated(model=self.spec.name, epoch=self.epoch)]
-        if self._initialiser is not None and not self.ready:
-            found.append(ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=self._initialiser))
+        for trainer_id in self._initial:
+            found.append(ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=trainer_id))
         found.append(self.applied())
         found.extend(self._report(context) for context in self._contexts.committed())
         return found
@@ -268,5 +283,6 @@ class Shard:
     def end_trainer(self, trainer_id: int) -> None:
         """Frees everything of a trainer whose lease has ended."""
         self._contexts.end_trainer(trainer_id)
+        self._initial.pop(trainer_id, None)
         self._outcomes.forget_trainer(trainer_id)
         self._last_step.pop(trainer_id, None)

@@ -109,8 +109,9 @@ class CoordinatorHost:
 
     def heard(self, server: str, report: Report | None) -> None:
         """Takes a report, or a mere sign of life, of a server."""
-        self.core.server_heard(server, self.now_s())
-        if report is not None:
+        if not self.core.server_heard(server, self.now_s()):
+            self.unlink(server)
+        elif report is not None:
             self.core.report(server, report)
             self.changed()
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pserver.core.messages import (
-    Applied,
     Apply,
     Command,
     CreateShard,
@@ -18,9 +17,10 @@ from pserver.core.messages import (
     ModelReady,
     Report,
     ShardCreated,
+    ShardFailed,
 )
 from pserver.core.shard import Shard
-from pserver.errors import DeadlineExceeded, ModelFailed, PserverError, TrainerEnded, UnknownModel
+from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded, UnknownModel
 from pserver.server.changed import Changed
 from pserver.transport.deadline import Deadline
 from pserver.types import PushId, StepResult
@@ -203,7 +203,7 @@ class ShardHost:
             elif isinstance(command, FailModel):
                 await self._fail(hosted, command.reason)
             else:
-                await self._ready(hosted, command)
+                await self._make_ready(hosted, command)
 
     async def _create(self, command: CreateShard) -> None:
         name = command.spec.name
@@ -212,31 +212,39 @@ class ShardHost:
             return
         try:
             shard = await asyncio.get_running_loop().run_in_executor(self._arithmetic, Shard, command)
-        except (PserverError, RuntimeError, MemoryError) as error:
-            logger.exception("cannot make the shard of model %s", name)
-            self.report(ShardCreated(model=name, epoch=command.epoch, failure=f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            self._report_failure(name, command.epoch, "make its shard", error)
             return
         self._shards[name] = HostedShard(self.name, shard, self._arithmetic)
         logger.info("shard of model %s: %d buckets, %d bytes", name, len(shard.buckets), shard.num_bytes)
         self.report(ShardCreated(model=name, epoch=command.epoch))
 
-    async def _ready(self, hosted: HostedShard, command: ModelReady) -> None:
-        async with hosted.exclusive() as shard:
-            shard.ready = True
+    async def _make_ready(self, hosted: HostedShard, command: ModelReady) -> None:
+        try:
+            await hosted.work(lambda shard: shard.make_ready(command.initialiser))
+        except Exception as error:
+            await self._give_up(hosted, command, "take the initial values", error)
         hosted.wake()
 
     async def _apply(self, hosted: HostedShard, command: Apply) -> None:
         try:
             report = await hosted.work(lambda shard: shard.apply(command.decision))
-        except Exception as error:  # whatever torch raises: the model has failed on this shard, and says so
-            logger.exception("model %s: round %d failed", command.model, command.decision.round)
-            why = f"{type(error).__name__}: {error}"
-            await self._fail(hosted, f"model {command.model!r}: server {self.name} could not apply a round: {why}")
-            report = Applied(
-                model=command.model, epoch=command.epoch, round=command.decision.round, version=0, failure=why
-            )
+        except Exception as error:
+            await self._give_up(hosted, command, f"apply round {command.decision.round}", error)
+            return
         hosted.wake()
         self.report(report)
+
+    async def _give_up(self, hosted: HostedShard, command: Apply | ModelReady, doing: str, error: Exception) -> None:
+        """Whatever torch raised: the model has failed on this shard, and everybody hears it."""
+        failure = self._report_failure(command.model, command.epoch, doing, error)
+        await self._fail(hosted, f"model {command.model!r} has failed: server {self.name} could not {failure}")
+
+    def _report_failure(self, model: str, epoch: int, doing: str, error: Exception) -> str:
+        logger.error("model %s: could not %s", model, doing, exc_info=error)
+        failure = f"{doing}: {type(error).__name__}: {error}"
+        self.report(ShardFailed(model=model, epoch=epoch, failure=failure))
+        return failure
 
     async def _fail(self, hosted: HostedShard, reason: str) -> None:
         async with hosted.exclusive() as shard:

@@ -189,6 +189,7 @@ _PLAIN_REPORTS = {
     "shard_created": core.ShardCreated,
     "shard_initialised": core.ShardInitialised,
     "applied": core.Applied,
+    "shard_failed": core.ShardFailed,
 }
 
 

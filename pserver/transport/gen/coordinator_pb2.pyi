@@ -198,20 +198,22 @@ class TrainerStatus(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ..., lag_rounds: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied")
+    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_CREATED_FIELD_NUMBER: _ClassVar[int]
     SHARD_INITIALISED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FAILED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_created: ShardCreated
     shard_initialised: ShardInitialised
     committed: Committed
     applied: Applied
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ...) -> None: ...
+    shard_failed: ShardFailed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("name", "address", "incarnation", "protocol")
@@ -230,14 +232,12 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardCreated(_message.Message):
-    __slots__ = ("model", "epoch", "failure")
+    __slots__ = ("model", "epoch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
-    failure: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ShardInitialised(_message.Message):
     __slots__ = ("model", "epoch", "trainer_id")
@@ -266,18 +266,26 @@ class Committed(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., options: _Optional[bytes] = ...) -> None: ...
 
 class Applied(_message.Message):
-    __slots__ = ("model", "epoch", "round", "version", "failure")
+    __slots__ = ("model", "epoch", "round", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     round: int
     version: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ShardFailed(_message.Message):
+    __slots__ = ("model", "epoch", "failure")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
     failure: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard")
@@ -316,12 +324,14 @@ class CreateShard(_message.Message):
     def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., first_bucket: _Optional[int] = ..., last_bucket: _Optional[int] = ...) -> None: ...
 
 class ModelReady(_message.Message):
-    __slots__ = ("model", "epoch")
+    __slots__ = ("model", "epoch", "initialiser")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INITIALISER_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    initialiser: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., initialiser: _Optional[int] = ...) -> None: ...
 
 class Apply(_message.Message):
     __slots__ = ("model", "epoch", "decision")

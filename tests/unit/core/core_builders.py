@@ -86,7 +86,7 @@ class ShardUser:
     def initialised(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "ShardUser":
         """Initialises with mutation 1 of trainer 1, and is ready."""
         self.shard.initialise(push_id(1), self.all(tensors or {}))
-        self.shard.ready = True
+        self.shard.make_ready(1)
         return self
 
     def all(self, tensors: Mapping[str, torch.Tensor]) -> Staging:

@@ -102,6 +102,7 @@ class Join:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
     push_id: PushId
+    initialised: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,7 +506,7 @@ class SimServer:
         assert self._last_round <= shard.round <= self._reference.round, f"{self.name} is at round {shard.round}"
         assert shard.failure is None or shard.round == self._last_round, f"{self.name} has failed, but goes on"
         self._last_round = shard.round
-        if self._reference.ready:
+        if shard.ready:
             expected = self._reference.values(shard.round)
             for bucket in shard.buckets:
                 where = f"{self.name}, bucket {bucket.index}, round {shard.round}"
@@ -514,7 +515,7 @@ class SimServer:
 
     def _handle_for(self, shard: Shard, command: Command) -> None:
         if isinstance(command, ModelReady):
-            shard.ready = True
+            shard.make_ready(command.initialiser)
         elif isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
         elif isinstance(command, Apply):
@@ -725,9 +726,11 @@ class SimTrainer:
     def _live(self) -> Generator[Ask | None, Any, None]:
         self.trainer_id = yield from self._coordinator(Join(nonce=f"nonce {self.number}"))
         self._push_ids = PushIds(self.trainer_id)
-        while (yield from self._register()):
+        initialised = False
+        while (yield from self._register(initialised)):
             with self._push_ids.one() as push_id:
                 yield from self._every_shard(Initialise(push_id=push_id, values=pack(self.initial)))
+            initialised = True
         with self._push_ids.one() as push_id:
             attached = yield from self._coordinator(Attach(push_id=push_id))
         self._receive((yield from self._every_shard(Pull(min_round=attached))))
@@ -743,9 +746,9 @@ class SimTrainer:
         with self._push_ids.one() as push_id:
             yield from self._coordinator(Leave(push_id=push_id))
 
-    def _register(self) -> Generator[Ask, Any, bool]:
+    def _register(self, initialised: bool) -> Generator[Ask, Any, bool]:
         with self._push_ids.one() as push_id:
-            registration = yield from self._coordinator(Register(push_id=push_id))
+            registration = yield from self._coordinator(Register(push_id=push_id, initialised=initialised))
         self.epoch = registration.epoch
         self._shards = tuple(each.server for each in registration.placement)
         return registration.initialise
@@ -858,13 +861,16 @@ class Cluster:
 
     # Messages
 
-    def deliver_all(self, *, to_shards: bool = True) -> None:
-        """Delivers every message, but for trainers' requests to shards unless they are wanted."""
-        while events := self.events(to_shards=to_shards):
-            events[0]()
-
     def events(self, *, to_shards: bool = True) -> list[Callable[[], None]]:
-        """Every message that may arrive next; calling one delivers it."""
+        """Every message that may arrive next; calling one delivers it. Without `to_shards`, none from a trainer to one."""
+        requests = [each for each in self.requests if to_shards or each.target == COORDINATOR]
+        return [
+            *self._link_events(),
+            *(partial(self.deliver_request, each) for each in requests),
+            *(partial(self._deliver_reply, each) for each in self.replies),
+        ]
+
+    def _link_events(self) -> list[Callable[[], None]]:
         events: list[Callable[[], None]] = []
         for server in self.servers:
             if server.link is not None and server.link.down:
@@ -872,10 +878,12 @@ class Cluster:
         for link in [*self._links.values(), *self._old_links]:
             if link.up:
                 events.append(partial(self._deliver_report, link))
-        requests = [each for each in self.requests if to_shards or each.target == COORDINATOR]
-        events += [partial(self.deliver_request, each) for each in requests]
-        events += [partial(self._deliver_reply, each) for each in self.replies]
         return events
+
+    def deliver_all(self, *, to_shards: bool = True) -> None:
+        """Delivers `events` until there are none, those of links first."""
+        while events := self.events(to_shards=to_shards):
+            events[0]()
 
     def deliver_request(self, request: Request, *, keep: bool = False) -> None:
         """A request arrives; with `keep` it will arrive once more, some time."""
@@ -936,7 +944,7 @@ class Cluster:
         if isinstance(call, Join):
             return self._core.join(call.nonce, -1, self.now_s).trainer_id
         if isinstance(call, Register):
-            registration = self._core.register(call.push_id, self._spec)
+            registration = self._core.register(call.push_id, self._spec, initialised=call.initialised)
             if registration is not None and registration.initialise and not self.reference.ready:
                 self.reference.initialiser = call.push_id.trainer_id
             return registration
@@ -1066,7 +1074,8 @@ class Cluster:
         for trainer in self.running_trainers:
             if not trainer.renews:
                 trainer.crash()
-        self.deliver_all()
+        while events := self._link_events():
+            events[0]()
         self._relink_all()
         self._settle()
         for trainer in self.idle_trainers:

@@ -16,6 +16,7 @@ from pserver.core.messages import (
     FailModel,
     ModelReady,
     ShardCreated,
+    ShardFailed,
     ShardInitialised,
 )
 from pserver.errors import (
@@ -103,9 +104,9 @@ class Cluster:
         for server in servers or self.placed():
             self.report(Committed, server, trainer_id=trainer, step=step, samples=samples, options=OPTIONS, **about)
 
-    def applied(self, round_number, *, servers=None, **fields):
+    def applied(self, round_number, *, servers=None):
         for server in servers or self.placed():
-            self.report(Applied, server, round=round_number, version=round_number, **fields)
+            self.report(Applied, server, round=round_number, version=round_number)
 
     def pass_time(self, seconds, *, heard=(), renewed=()):
         """Moves on in small steps, as a coordinator does that is not paused."""
@@ -234,7 +235,7 @@ def test_the_first_trainer_initialises_and_others_wait(cluster):
     cluster.report(ShardInitialised, "s0", trainer_id=first)
     assert cluster.told() == {}
     cluster.report(ShardInitialised, "s1", trainer_id=first)
-    assert cluster.told() == {server: [ModelReady(model="m", epoch=1)] for server in ("s0", "s1")}
+    assert cluster.told() == {server: [ModelReady(model="m", epoch=1, initialiser=first)] for server in ("s0", "s1")}
     assert not cluster.register(second).initialise
     assert not cluster.register(first).initialise
 
@@ -385,7 +386,7 @@ def test_a_round_that_a_server_cannot_apply_fails_the_model_by_name(cluster):
     cluster.ready(trainer)
     cluster.commit(trainer, 1)
     cluster.told()
-    cluster.applied(1, servers=["s1"], failure="RuntimeError: boom")
+    cluster.report(ShardFailed, "s1", failure="apply round 1: RuntimeError: boom")
     assert cluster.model().state == "failed"
     assert "server s1 could not apply round 1: RuntimeError: boom" in cluster.model().failure
     assert {type(command) for commands in cluster.told().values() for command in commands} == {FailModel}
@@ -396,7 +397,7 @@ def test_a_round_that_a_server_cannot_apply_fails_the_model_by_name(cluster):
 def test_a_shard_that_cannot_be_made_fails_the_model_by_name(cluster):
     trainer = cluster.join("a")
     cluster.register(trainer)
-    cluster.report(ShardCreated, "s1", failure="MemoryError: no")
+    cluster.report(ShardFailed, "s1", failure="make its shard: MemoryError: no")
     with pytest.raises(ModelFailed, match="server s1 could not make its shard: MemoryError: no"):
         cluster.register(trainer)
 
@@ -479,7 +480,7 @@ def test_a_server_that_links_again_within_its_lease_is_told_everything_again(clu
     assert list(told) == ["s1"]
     create, ready, second, third, ended = told["s1"]
     assert (create.epoch, create.spec) == (1, SPEC)
-    assert ready == ModelReady(model="m", epoch=1)
+    assert (type(ready), ready.epoch) == (ModelReady, 1)
     assert second == first_told["s1"][1]
     assert third.decision.round == 3
     assert ended == EndTrainer(trainer_id=gone)
@@ -497,7 +498,7 @@ def test_a_server_that_links_again_while_its_model_is_not_ready_is_told_to_make_
 def test_a_server_that_links_again_is_told_that_its_model_has_failed(cluster):
     cluster.ready(cluster.join("a"))
     cluster.coordinator.server_unlinked("s1", 1)
-    cluster.applied(1, servers=["s0"], failure="boom")
+    cluster.report(ShardFailed, "s0", failure="apply round 1: boom")
     assert "s1" not in cluster.told()
     cluster.link("s1", incarnation=1)
     (failed,) = cluster.told()["s1"]
@@ -544,7 +545,7 @@ def test_dropping_a_model_that_does_not_exist_is_no_error(cluster):
 def test_a_failed_model_can_be_dropped_and_registered_again(cluster):
     trainer = cluster.join("a")
     cluster.ready(trainer)
-    cluster.applied(1, servers=["s0"], failure="boom")
+    cluster.report(ShardFailed, "s0", failure="apply round 1: boom")
     cluster.coordinator.drop_model(cluster.new_id(trainer), "m")
     cluster.told()
     cluster.ready(trainer, epoch=2)
@@ -556,7 +557,8 @@ def test_a_failed_model_can_be_dropped_and_registered_again(cluster):
         ShardCreated(model="m", epoch=1),
         ShardInitialised(model="m", epoch=1, trainer_id=1),
         Committed(model="m", epoch=1, trainer_id=1, step=1, samples=1, options=OPTIONS),
-        Applied(model="m", epoch=1, round=1, version=1, failure="boom"),
+        Applied(model="m", epoch=1, round=1, version=1),
+        ShardFailed(model="m", epoch=1, failure="boom"),
     ],
     ids=lambda report: type(report).__name__,
 )

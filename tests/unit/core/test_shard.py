@@ -65,12 +65,25 @@ def test_a_repeated_initialisation_changes_nothing_and_reports_again(user):
     assert torch.equal(user.values()["w"], W)
 
 
-def test_a_second_initialiser_overwrites_until_the_model_is_ready():
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["late", "early"])
+def test_the_values_of_the_trainer_that_the_coordinator_settled_on_count_whoever_came_last(order):
     user = ShardUser(SPEC)
-    user.shard.initialise(push_id(1, trainer=1), user.all({"w": W}))
-    report = user.shard.initialise(push_id(1, trainer=2), user.all({"w": ONE}))
-    assert report == ShardInitialised(model="m", epoch=1, trainer_id=2)
+    for trainer in order:
+        report = user.shard.initialise(push_id(1, trainer=trainer), user.all({"w": W if trainer == 1 else ONE}))
+        assert report == ShardInitialised(model="m", epoch=1, trainer_id=trainer)
+    user.shard.make_ready(2)
     assert torch.equal(user.values()["w"], ONE)
+    user.shard.make_ready(1)
+    assert torch.equal(user.values()["w"], ONE)
+
+
+def test_a_shard_without_the_initialiser_s_values_cannot_become_ready():
+    user = ShardUser(SPEC)
+    user.shard.initialise(push_id(1), user.all({"w": W}))
+    user.shard.end_trainer(1)
+    assert not any(isinstance(report, ShardInitialised) for report in user.shard.reports())
+    with pytest.raises(InternalError, match="lacks the initial values of trainer 1"):
+        user.shard.make_ready(1)
 
 
 def test_a_second_initialiser_is_refused_once_the_model_is_ready(user):
@@ -451,7 +464,7 @@ def test_everything_the_coordinator_may_have_missed_is_reported_again():
     assert user.shard.reports() == [ShardCreated(model="m", epoch=1), applied(0, 0)]
     user.shard.initialise(push_id(1), user.all({}))
     assert ShardInitialised(model="m", epoch=1, trainer_id=1) in user.shard.reports()
-    user.shard.ready = True
+    user.shard.make_ready(1)
     user.push(2, {"w": ONE}, commit=commit(1))
     user.push(2, {"w": ONE}, trainer=2)
     assert user.shard.reports() == [ShardCreated(model="m", epoch=1), applied(0, 0), COMMITTED]

@@ -48,7 +48,7 @@ DECISION = core.Decision(
 )
 COMMANDS = (
     core.CreateShard(spec=SPEC, epoch=3, first_bucket=2, last_bucket=9),
-    core.ModelReady(model="m", epoch=3),
+    core.ModelReady(model="m", epoch=3, initialiser=1 << 41),
     core.Apply(model="m", epoch=3, decision=DECISION),
     core.Apply(model="m", epoch=3, decision=core.Decision(round=1, contributions=(), divisor=0, options=())),
     core.EndTrainer(trainer_id=1 << 50),
@@ -58,10 +58,10 @@ COMMANDS = (
 )
 REPORTS = (
     core.ShardCreated(model="m", epoch=3),
-    core.ShardCreated(model="m", epoch=3, failure="no memory"),
+    core.ShardFailed(model="m", epoch=3, failure="no memory"),
     core.ShardInitialised(model="m", epoch=3, trainer_id=1 << 50),
     core.Committed(model="m", epoch=3, trainer_id=1 << 50, step=8, samples=1 << 39, options=OPTIONS),
-    core.Applied(model="m", epoch=3, round=1 << 40, version=6, failure="boom"),
+    core.Applied(model="m", epoch=3, round=1 << 40, version=6),
     core.Applied(model="", epoch=0, round=0, version=0),
 )
 

@@ -1,0 +1,1 @@
+"""Every test of this package."""

@@ -1,0 +1,1 @@
+"""Remote results against the same torch optimizer run in this process."""

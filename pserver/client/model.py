@@ -13,7 +13,7 @@ from pserver.client.shard_client import Push, ShardClient
 from pserver.core.contexts import CommitInfo
 from pserver.core.messages import ModelSpec
 from pserver.core.sync import SyncPolicy, policy_arguments
-from pserver.errors import DeadlineExceeded, InternalError, MixedRounds, PserverError
+from pserver.errors import DeadlineExceeded, InternalError, MixedRounds, PserverError, ServerErrors
 from pserver.transport.convert import placement_from_proto, push_id_to_proto, spec_to_proto
 from pserver.transport.deadline import Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
@@ -245,6 +245,10 @@ class SharedModel:
             result = self._cluster.run(self._send(push))
         except DeadlineExceeded as error:
             raise self._explained(error) from error
+        except ServerErrors as error:
+            if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
+                raise
+            raise self._explained(error) from error
         assert result is not None
         self._cluster.push_ids.settle(push.push_id)
         self._unsettled = None
@@ -298,17 +302,18 @@ class SharedModel:
         left = iter(gradients)
         return [next(left) if trained else None for trained in self._trained]
 
-    def _explained(self, error: DeadlineExceeded) -> DeadlineExceeded:
+    def _explained(self, error: PserverError) -> DeadlineExceeded:
+        """The same, with the trainers that the round waits for."""
         try:
             status = self._cluster.call_coordinator(
                 "Status", pb.StatusRequest(), pb.StatusReply, what="asking who is missing", timeout_s=ASK_WHO_TIMEOUT_S
             )
         except PserverError:
-            return error
+            return DeadlineExceeded(str(error))
         for model in status.models:
             if model.name == self.name:
                 return DeadlineExceeded(
                     f"{error}. Round {model.round + 1} waits for the ranks {list(model.waiting_for_ranks)}"
                     + (f" and for {model.missing_trainers} trainers to attach" if model.missing_trainers else "")
                 )
-        return error
+        return DeadlineExceeded(str(error))

@@ -67,11 +67,14 @@ def numeric_options(name: str, group: Mapping[str, object]) -> dict[str, object]
     return {key: _plain(name, key, group[key]) for key in _numeric_names(name) if key in group}
 
 
-def check_options(name: str, options: GroupOptions) -> None:
+def check_options(name: str, options: GroupOptions, like: GroupOptions) -> None:
     """Refuses what `numeric_options` would not have sent.
 
+    Args:
+        like: options of the group that are known to be good.
+
     Raises:
-        InvalidRequest: an option that the optimizer does not take, or that is no number.
+        InvalidRequest: an option that the optimizer does not take, or that is neither a number nor a tuple as it was.
     """
     for key, value in options.items():
         if key not in _numeric_names(name):
@@ -80,6 +83,8 @@ def check_options(name: str, options: GroupOptions) -> None:
             _plain(name, key, value)
         except UnsupportedOptimizer as error:
             raise InvalidRequest(str(error)) from None
+        if _form(value) != _form(like.get(key, value)):
+            raise InvalidRequest(f"{name}: the option {key!r} must be of the form of {like[key]!r}, but is {value!r}")
 
 
 def constructor_arguments(name: str, group: Mapping[str, object]) -> dict[str, object]:
@@ -90,6 +95,10 @@ def constructor_arguments(name: str, group: Mapping[str, object]) -> dict[str, o
     """
     chosen = {flag: group[flag] for flag in sorted(IMPLEMENTATION) if group.get(flag) is not None}
     return numeric_options(name, group) | chosen
+
+
+def _form(value: object) -> object:
+    return len(value) if isinstance(value, tuple) else type(value) is list
 
 
 @cache

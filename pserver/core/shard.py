@@ -196,13 +196,13 @@ class Shard:
             )
         if not 0 <= commit.samples < 1 << 40:
             raise InvalidRequest(f"samples must be in 0..2**40, but is {commit.samples}")
-        for options in commit.options:
-            check_options(self.spec.optimizer, options)
         if len(commit.options) != len(self.spec.optimizer_groups):
             raise InvalidRequest(
                 f"model {self.spec.name!r} has {len(self.spec.optimizer_groups)} parameter groups; options came for "
                 f"{len(commit.options)}"
             )
+        for options, group in zip(commit.options, self.spec.optimizer_groups, strict=True):
+            check_options(self.spec.optimizer, options, group)
 
     def _report(self, context: GradientContext) -> Committed:
         assert context.commit is not None

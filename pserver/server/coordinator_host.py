@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 
 from pserver.clock import Clock
 from pserver.config import ServerSettings
@@ -15,10 +15,33 @@ from pserver.types import PushId
 
 logger = logging.getLogger(__name__)
 
-#: How often leases are looked at, in seconds.
-EXPIRE_EVERY_S = 0.1
+#: How often leases are looked at: this many times in the shortest of them, but at least every 0.1 s.
+LOOKS_PER_LEASE = 20
+LONGEST_PAUSE_S = 0.1
 #: Ids of one coordinator process; the next process starts above, since its incarnation is later.
 IDS_PER_INCARNATION = 1 << 20
+
+
+class ServerLink:
+    """What one server must be told, until its link ends."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self._queue: asyncio.Queue[Command | None] = asyncio.Queue()
+
+    def tell(self, command: Command) -> None:
+        """Sends a command after those sent before."""
+        self._queue.put_nowait(command)
+
+    def end(self) -> None:
+        """Ends the link after what has been sent."""
+        self._queue.put_nowait(None)
+
+    async def commands(self) -> AsyncIterator[Command]:
+        """Commands as they come, until the link ends."""
+        while (command := await self._queue.get()) is not None:
+            yield command
 
 
 class CoordinatorHost:
@@ -39,8 +62,10 @@ class CoordinatorHost:
             first_trainer_id=incarnation * IDS_PER_INCARNATION + 1,
             now_s=clock.now_s(),
         )
+        shortest_s = min(settings.trainer_lease_s, settings.server_lease_s)
+        self._expire_every_s = min(shortest_s / LOOKS_PER_LEASE, LONGEST_PAUSE_S)
         self._changed = Changed()
-        self._links: dict[str, asyncio.Queue[Command | None]] = {}
+        self._links: dict[str, ServerLink] = {}
         self._expiry: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -51,8 +76,8 @@ class CoordinatorHost:
         """Ends the links and stops looking at leases."""
         if self._expiry is not None:
             self._expiry.cancel()
-        for queue in self._links.values():
-            queue.put_nowait(None)
+        for link in self._links.values():
+            link.end()
 
     def now_s(self) -> float:
         """The time on the coordinator's clock."""
@@ -61,8 +86,8 @@ class CoordinatorHost:
     def changed(self) -> None:
         """To be called after every call that may have changed the core: sends commands, wakes who waits."""
         for server, command in self.core.take_commands():
-            if (queue := self._links.get(server)) is not None:
-                queue.put_nowait(command)
+            if (link := self._links.get(server)) is not None:
+                link.tell(command)
         self._changed.notify()
 
     async def register(self, push_id: PushId, spec: ModelSpec, *, initialised: bool, wait_s: float) -> Registration:
@@ -83,40 +108,39 @@ class CoordinatorHost:
                     f"{self.core.waiting_for(spec.name)}"
                 )
 
-    async def commands(self, name: str, address: str, incarnation: int) -> AsyncGenerator[Command, None]:
-        """What a server must do, from its Hello until its link breaks."""
+    def open_link(self, name: str, address: str, incarnation: int) -> "ServerLink":
+        """Links a server; a link that it had before ends.
+
+        Raises:
+            ConfigError: another living server has the name, or this one's lease has ended.
+        """
         self.core.server_joined(name, address, incarnation, self.now_s())
+        link = ServerLink(name, incarnation)
         if (older := self._links.get(name)) is not None:
-            older.put_nowait(None)
-        queue: asyncio.Queue[Command | None] = asyncio.Queue()
-        self._links[name] = queue
+            older.end()
+        self._links[name] = link
         logger.info("server %s joined at %s", name, address)
         self.changed()
-        try:
-            while (command := await queue.get()) is not None:
-                yield command
-        finally:
-            if self._links.get(name) is queue:
-                del self._links[name]
-                self.core.server_unlinked(name, incarnation)
-                logger.info("link of server %s closed", name)
-                self.changed()
+        return link
 
-    def unlink(self, name: str) -> None:
-        """Ends a server's link from this side."""
-        if (queue := self._links.get(name)) is not None:
-            queue.put_nowait(None)
+    def close_link(self, link: "ServerLink") -> None:
+        """Notes that a link is gone."""
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+            self.core.server_unlinked(link.name, link.incarnation)
+            logger.info("link of server %s closed", link.name)
+            self.changed()
 
-    def heard(self, server: str, report: Report | None) -> None:
-        """Takes a report, or a mere sign of life, of a server."""
-        if not self.core.server_heard(server, self.now_s()):
-            self.unlink(server)
+    def heard(self, link: "ServerLink", report: Report | None) -> None:
+        """Takes a report, or a mere sign of life; a server whose lease has ended is unlinked."""
+        if not self.core.server_heard(link.name, self.now_s()):
+            link.end()
         elif report is not None:
-            self.core.report(server, report)
+            self.core.report(link.name, report)
             self.changed()
 
     async def _expire_forever(self) -> None:
         while True:
-            await asyncio.sleep(EXPIRE_EVERY_S)
+            await asyncio.sleep(self._expire_every_s)
             if self.core.expire(self.now_s()):
                 self.changed()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from pserver.errors import InvalidRequest, ProtocolMismatch
-from pserver.server.coordinator_host import CoordinatorHost
+from pserver.server.coordinator_host import CoordinatorHost, ServerLink
 from pserver.transport.convert import (
     command_to_proto,
     placement_to_proto,
@@ -14,6 +14,7 @@ from pserver.transport.convert import (
     status_to_proto,
 )
 from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.transport.methods import first_of
 from pserver.types import PROTOCOL_VERSION
 
 
@@ -71,26 +72,30 @@ class CoordinatorService:
         return status_to_proto(self._host.core.status(self._host.now_s()))
 
     async def link(self, messages: AsyncIterator[pb.ServerMessage]) -> AsyncIterator[pb.CoordinatorMessage]:
-        first = await anext(messages)
+        first = await first_of(messages)
         if first.WhichOneof("kind") != "hello":
             raise InvalidRequest("the first message of a link must be Hello")
         hello = first.hello
         _check_protocol(hello.protocol, "server")
-        commands = self._host.commands(hello.name, hello.address, hello.incarnation)
-        reader = asyncio.create_task(self._read(hello.name, messages))
+        link = self._host.open_link(hello.name, hello.address, hello.incarnation)
+        reader = asyncio.create_task(self._read(link, messages))
         try:
             yield pb.CoordinatorMessage(welcome=pb.Welcome(lease_s=self._host.core.server_lease_s))
-            async for command in commands:
+            async for command in link.commands():
                 yield command_to_proto(command)
+            if reader.done():
+                reader.result()  # raises what was wrong with a message
         finally:
             reader.cancel()
-            await commands.aclose()
+            self._host.close_link(link)
 
-    async def _read(self, server: str, messages: AsyncIterator[pb.ServerMessage]) -> None:
-        async for message in messages:
-            alive_only = message.WhichOneof("kind") == "heartbeat"
-            self._host.heard(server, None if alive_only else report_from_proto(message))
-        self._host.unlink(server)
+    async def _read(self, link: ServerLink, messages: AsyncIterator[pb.ServerMessage]) -> None:
+        try:
+            async for message in messages:
+                alive_only = message.WhichOneof("kind") == "heartbeat"
+                self._host.heard(link, None if alive_only else report_from_proto(message))
+        finally:
+            link.end()
 
 
 def _check_protocol(version: int, who: str) -> None:

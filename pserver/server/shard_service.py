@@ -2,18 +2,16 @@
 
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
-from typing import TypeVar
 
 from pserver.core.staging import Staging
-from pserver.errors import InvalidRequest, MixedRounds
+from pserver.errors import MixedRounds
 from pserver.server.shard_host import HostedShard, ShardHost
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import commit_from_proto, outcome_to_proto, push_id_from_proto
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import Chunk
+from pserver.transport.methods import first_of
 from pserver.wire.layout import Bucket
-
-R = TypeVar("R")
 
 
 class ShardService:
@@ -23,7 +21,7 @@ class ShardService:
         self._host = host
 
     async def initialise(self, requests: AsyncIterator[pb.InitialiseRequest]) -> pb.InitialiseReply:
-        first = await _first(requests)
+        first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
         staging = Staging(hosted.buckets)
@@ -42,7 +40,7 @@ class ShardService:
             yield pb.PullReply(round=round_number, chunks=chunks)
 
     async def step(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[pb.StepReply]:
-        first = await _first(requests)
+        first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
         staging = Staging(hosted.trained)
@@ -76,12 +74,6 @@ class ShardService:
 
     async def _require(self, address: pb.ShardAddress, trainer_id: int) -> HostedShard:
         return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
-
-
-async def _first(requests: AsyncIterator[R]) -> R:
-    async for request in requests:
-        return request
-    raise InvalidRequest("the stream ended before its first message")
 
 
 def _stage(staging: Staging, request: pb.InitialiseRequest | pb.StepRequest) -> None:

@@ -71,8 +71,11 @@ class LocalCluster:
 
     def kill(self, server: int) -> None:
         """Takes a server off the network at once."""
+        self._loop.run(self._kill(server))
+
+    async def _kill(self, server: int) -> None:
         self.network.stop(self.address(server))
-        self._loop.run(self.nodes[server].stop())
+        await self.nodes[server].stop()
 
     def connect(self, rank: int = 0, world_size: int = 1, *, timeout_s: float | None = None) -> Cluster:
         """A trainer's session, like `pserver.connect`; its calls suffer `faults`."""

@@ -1,12 +1,13 @@
 """Channels over gRPC."""
 
-from collections.abc import AsyncGenerator, AsyncIterable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from pserver.errors import InternalError
+from pserver.errors import ServerUnavailable
 from pserver.transport.methods import Method
 from pserver.transport.status import from_rpc_error
 
@@ -34,6 +35,7 @@ class GrpcChannel:
     def __init__(self, address: str) -> None:
         self._address = address
         self._channel: grpc.aio.Channel | None = None
+        self._closed = False
         self._stubs: dict[str, Any] = {}
 
     @property
@@ -43,24 +45,33 @@ class GrpcChannel:
     async def call(
         self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
     ) -> AsyncGenerator[Message, None]:
+        if self._closed:
+            raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         stub = self._stubs.get(method.path)
         if stub is None:
             stub = self._stubs[method.path] = self._make_stub(method)
-        argument: Any = requests
-        if not method.client_streaming:
-            argument = await anext(aiter(requests))
+        source = _Requests(requests)
+        argument: Any = aiter(source) if method.client_streaming else await anext(aiter(requests))
+        call = stub(argument, timeout=timeout_s)
         try:
             if method.server_streaming:
-                async for reply in stub(argument, timeout=timeout_s):
+                async for reply in call:
                     yield reply
             else:
-                yield await stub(argument, timeout=timeout_s)
+                yield await call
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self._address) from None
-        except grpc.aio.UsageError as error:
-            raise InternalError(f"server at {self._address}: the channel was closed during a call ({error})") from None
+            raise source.failure or from_rpc_error(error, self._address) from None
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            if _is_being_cancelled():
+                raise
+            # gRPC cancels a call itself when its channel closes or its requests fail.
+            closed = ServerUnavailable(f"server at {self._address}: the channel was closed during a call")
+            raise source.failure or closed from None
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
+        self._closed = True
         if self._channel is not None:
             await self._channel.close()
 
@@ -74,3 +85,24 @@ class GrpcChannel:
             request_serializer=method.request_type.SerializeToString,
             response_deserializer=method.reply_type.FromString,
         )
+
+
+class _Requests:
+    """Requests of a call, and the error that making one raised: gRPC only logs it."""
+
+    def __init__(self, requests: AsyncIterable[Message]) -> None:
+        self._requests = requests
+        self.failure: Exception | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        try:
+            async for request in self._requests:
+                yield request
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,43 +1,48 @@
 """The in-process twin of gRPC: the same handlers, the same bytes, no sockets. For tests and for a server's own link."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.message import Message
 
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
+from pserver.transport.deadline import Deadline
 from pserver.transport.methods import Handler, Method
 from pserver.transport.status import from_wire, to_wire
 
 
 class InProcessNetwork:
-    """Servers by address, all on one event loop."""
+    """Servers by address, all on one event loop, and used from it."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, Mapping[str, tuple[Method, Handler]]] = {}
+        self._servers: dict[str, _Served] = {}
 
     def serve(self, address: str, handlers: Mapping[str, tuple[Method, Handler]]) -> None:
         """Makes a server reachable."""
-        self._servers[address] = handlers
+        self._servers[address] = _Served(handlers)
 
     def stop(self, address: str) -> None:
-        """Makes a server unreachable; calls under way end at their next message."""
-        self._servers.pop(address, None)
+        """Makes a server unreachable and breaks the calls under way."""
+        if (served := self._servers.pop(address, None)) is not None:
+            served.calls.break_all()
 
     def connect(self, address: str) -> "InProcessChannel":
         """A channel; see `Connector`."""
         return InProcessChannel(self, address)
 
-    def handler(self, address: str, method: Method) -> Handler:
-        """The handler of an RPC.
+    def find(self, address: str) -> "_Served":
+        """The server at an address.
 
         Raises:
-            ServerUnavailable: nobody serves that address.
+            ServerUnavailable: nobody serves it.
         """
-        handlers = self._servers.get(address)
-        if handlers is None:
+        served = self._servers.get(address)
+        if served is None:
             raise ServerUnavailable(f"server at {address}: nobody serves this address in this process; start it first")
-        return handlers[method.path][1]
+        return served
 
 
 class InProcessChannel:
@@ -47,6 +52,7 @@ class InProcessChannel:
         self._network = network
         self._address = address
         self._closed = False
+        self._calls = _Calls()
 
     @property
     def address(self) -> str:
@@ -55,37 +61,78 @@ class InProcessChannel:
     async def call(
         self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
     ) -> AsyncGenerator[Message, None]:
-        self._check_open()
-        handler = self._network.handler(self._address, method)
-        replies = handler(_copied(method.request_type, requests))
-        give_up = asyncio.get_running_loop().time() + timeout_s
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout_at(give_up):
-                        reply = await anext(replies)
-                except StopAsyncIteration:
-                    return
-                self._network.handler(self._address, method)
-                self._check_open()
-                yield method.reply_type.FromString(reply.SerializeToString())
-        except PserverError as error:
-            raise from_wire(*to_wire(error)) from None
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"server at {self._address}: {method.path} did not answer within {timeout_s:g} s"
-            ) from None
-        except Exception as error:
-            raise InternalError(f"{method.path} failed with {type(error).__name__}: {error}") from error
-        finally:
-            await replies.aclose()
+        if self._closed:
+            raise ServerUnavailable(f"server at {self._address}: the channel was closed")
+        served = self._network.find(self._address)
+        replies = served.handlers[method.path][1](_copied(method.request_type, requests))
+        deadline = Deadline(timeout_s)
+        with self._calls.one() as closed, served.calls.one() as stopped:
+            try:
+                while (reply := await self._next(replies, deadline, (closed, stopped), method)) is not None:
+                    yield method.reply_type.FromString(reply.SerializeToString())
+            finally:
+                await replies.aclose()
 
     async def close(self) -> None:
         self._closed = True
+        self._calls.break_all()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ServerUnavailable(f"server at {self._address}: the channel was closed")
+    async def _next(
+        self,
+        replies: AsyncGenerator[Message, None],
+        deadline: Deadline,
+        broken: tuple[asyncio.Future[None], ...],
+        method: Method,
+    ) -> Message | None:
+        coming = asyncio.ensure_future(_next_or_none(replies))
+        try:
+            waiting: list[asyncio.Future[Any]] = [coming, *broken]
+            await asyncio.wait(waiting, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
+        except PserverError as error:
+            raise from_wire(*to_wire(error)) from None
+        except Exception as error:
+            raise InternalError(f"{method.path} failed with {type(error).__name__}: {error}") from error
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+        if any(each.done() for each in broken):
+            raise ServerUnavailable(f"server at {self._address}: the connection was closed during a call")
+        raise DeadlineExceeded(
+            f"server at {self._address}: {method.path} did not answer within {deadline.timeout_s:g} s"
+        )
+
+
+class _Calls:
+    """Calls under way, each with a future that breaks it."""
+
+    def __init__(self) -> None:
+        self._futures: set[asyncio.Future[None]] = set()
+
+    @contextmanager
+    def one(self) -> Iterator[asyncio.Future[None]]:
+        future = asyncio.get_running_loop().create_future()
+        self._futures.add(future)
+        try:
+            yield future
+        finally:
+            self._futures.discard(future)
+
+    def break_all(self) -> None:
+        for future in self._futures:
+            if not future.done():
+                future.set_result(None)
+
+
+@dataclass(slots=True)
+class _Served:
+    handlers: Mapping[str, tuple[Method, Handler]]
+    calls: _Calls = field(default_factory=_Calls)
+
+
+async def _next_or_none(replies: AsyncGenerator[Message, None]) -> Message | None:
+    return await anext(replies, None)
 
 
 async def _copied(request_type: type[Message], requests: AsyncIterable[Message]) -> AsyncIterator[Message]:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from pserver.errors import InvalidRequest
 from pserver.transport.gen import coordinator_pb2, shards_pb2
 
 
@@ -51,8 +52,21 @@ def _method(service: ServiceDescriptor, method: MethodDescriptor) -> Method:
 COORDINATOR: dict[str, Method] = _methods(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"])
 SHARDS: dict[str, Method] = _methods(shards_pb2.DESCRIPTOR.services_by_name["Shards"])
 
+T = TypeVar("T")
+
 #: A served RPC: requests in, replies out, whatever the RPC's own shape is.
 Handler = Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]]
+
+
+async def first_of(requests: AsyncIterator[T]) -> T:
+    """The first message of a stream.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    async for request in requests:
+        return request
+    raise InvalidRequest("the stream ended before its first message")
 
 
 def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method, Handler]]:
@@ -64,7 +78,7 @@ def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method,
 
 def _uniform(method: Method, function: Callable[[Any], Any]) -> Handler:
     async def handler(requests: AsyncIterator[Any]) -> AsyncGenerator[Message, None]:
-        argument = requests if method.client_streaming else await anext(requests)
+        argument = requests if method.client_streaming else await first_of(requests)
         if method.server_streaming:
             async for reply in function(argument):
                 yield reply

@@ -28,6 +28,7 @@ MIN_BUCKET_BYTES = 4 << 10
 TARGET_NUM_BUCKETS = 16
 MAX_MODEL_BYTES = 1 << 43
 MAX_TENSORS = 1_000_000
+MAX_BUCKETS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,13 @@ def build_layout(tensors: Sequence[TensorSpec], bucket_bytes: int = 0) -> Layout
         sizes[key] = offset + _round_up(spec.num_bytes, ALIGNMENT_BYTES) // spec.dtype.itemsize
     numbers = {key: number for number, key in enumerate(sizes)}
     flats = tuple(Flat(dtype=dtype, group=group, num_elements=size) for (dtype, group), size in sizes.items())
-    bucket_bytes = bucket_bytes or _choose_bucket_bytes(sum(flat.num_elements * flat.dtype.itemsize for flat in flats))
+    total_bytes = sum(flat.num_elements * flat.dtype.itemsize for flat in flats)
+    bucket_bytes = bucket_bytes or _choose_bucket_bytes(total_bytes)
+    if total_bytes // bucket_bytes > MAX_BUCKETS:
+        raise InvalidRequest(
+            f"buckets of {bucket_bytes} bytes would cut this model of {total_bytes} bytes into more than {MAX_BUCKETS}; "
+            "choose a larger bucket_bytes, or 0"
+        )
     return Layout(
         tensors=tuple(tensors),
         flats=flats,

@@ -30,6 +30,7 @@ from pserver.core.messages import (
     ModelSpec,
     Report,
     ShardCreated,
+    ShardFailed,
 )
 from pserver.core.shard import Shard
 from pserver.core.staging import Staging
@@ -245,6 +246,7 @@ class Reference:
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.living: frozenset[int] = frozenset()
         self.attached: set[int] = set()
+        self.complete = False
         self._counted: set[tuple[int, int]] = set()
         self._reached: dict[tuple[int, int], set[str]] = {}
         self._electorates: list[_Electorate] = []
@@ -259,6 +261,7 @@ class Reference:
     def observe(self, status: ClusterStatus, initial: Callable[[int], list[torch.Tensor]]) -> None:
         """Follows the coordinator after each call to it; `initial` gives the initial values of a trainer."""
         before = self.expected
+        self.complete = self.complete or len(before) >= self.world_size
         self.living = frozenset(each.trainer_id for each in status.trainers)
         for model in status.models:
             self._observe(model, before, initial)
@@ -292,7 +295,7 @@ class Reference:
             assert decision == self.decisions[decision.round - 1], f"round {decision.round} was decided twice"
             return
         assert decision.round == len(self.decisions) + 1 <= self.round, f"round {decision.round} came out of turn"
-        assert len(self.attached) >= self.world_size, "a round was decided before every trainer had attached"
+        assert self.complete, "a round was decided before all trainers were there together"
         self._check_members(decision, owners)
         self._check_arithmetic(decision)
         self._counted.update((each.trainer_id, each.step) for each in decision.contributions)
@@ -354,6 +357,7 @@ class Ledger:
     """What one shard may remember of trainers, kept from outside of it."""
 
     def __init__(self) -> None:
+        self._initial: set[int] = set()
         self._contexts: dict[tuple[int, int], int | None] = {}
         self._unacknowledged: dict[int, set[int]] = {}
         self._lowest: dict[int, int] = {}
@@ -372,6 +376,14 @@ class Ledger:
         known.add(push_id.sequence)
         return new
 
+    def initialised(self, trainer_id: int) -> None:
+        """Initial values came from a trainer."""
+        self._initial.add(trainer_id)
+
+    def made_ready(self) -> None:
+        """The initial values of one trainer were taken, all others are of no use."""
+        self._initial.clear()
+
     def pushed(self, trainer_id: int, context_id: int, step: int | None) -> None:
         """A gradient went into a context; with a step, the context is committed."""
         self._contexts[trainer_id, context_id] = step
@@ -387,6 +399,7 @@ class Ledger:
 
     def ended(self, trainer_id: int) -> None:
         """Everything of a trainer must go."""
+        self._initial.discard(trainer_id)
         self._contexts = {key: step for key, step in self._contexts.items() if key[0] != trainer_id}
         self._unacknowledged.pop(trainer_id, None)
         self._lowest.pop(trainer_id, None)
@@ -400,6 +413,7 @@ class Ledger:
         """Compares with the shard; looks inside it, since memory that leaks shows nowhere else."""
         contexts, outcomes = set(shard._contexts._contexts), shard._outcomes
         assert contexts == set(self._contexts), f"contexts {contexts} are held, expected {set(self._contexts)}"
+        assert shard._initial.keys() == self._initial, f"initial values of {shard._initial.keys()} are held"
         expected = sum(len(each) for each in self._unacknowledged.values())
         assert len(outcomes) == expected, f"{len(outcomes)} outcomes are remembered, expected {expected}"
         remembered = outcomes._outcomes.keys() | outcomes._lowest.keys() | shard._last_step.keys()
@@ -450,7 +464,7 @@ class SimServer:
         """A new process with nothing in memory."""
         self.incarnation += 1
         self.running = True
-        self.lost = False
+        self.breaks_down = False
         self.link: Link | None = None
         self.shard: Shard | None = None
         self.ended: set[int] = set()
@@ -514,10 +528,15 @@ class SimServer:
         self._ledger.check(shard, self.ended)
 
     def _handle_for(self, shard: Shard, command: Command) -> None:
-        if isinstance(command, ModelReady):
-            shard.make_ready(command.initialiser)
-        elif isinstance(command, FailModel):
+        if isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
+        elif self.breaks_down and isinstance(command, ModelReady | Apply):
+            self.breaks_down = False
+            shard.failure = shard.failure or "out of memory"
+            self._report(ShardFailed(model=MODEL, epoch=command.epoch, failure=shard.failure))
+        elif isinstance(command, ModelReady):
+            shard.make_ready(command.initialiser)
+            self._ledger.made_ready()
         elif isinstance(command, Apply):
             self._report(shard.apply(command.decision))
             self._ledger.applied(command.decision)
@@ -574,10 +593,9 @@ class SimServer:
         assert isinstance(call, Initialise | Push | DropContext)
         self._ledger.arrived(call.push_id)
         if isinstance(call, Initialise):
-            report = self.shard.initialise(call.push_id, _staged(self.shard.buckets, call.values))
-            self._ledger.carried_out(call.push_id)
-            if report is not None:
-                self._report(report)
+            self._report(self.shard.initialise(call.push_id, _staged(self.shard.buckets, call.values)))
+            if self._ledger.carried_out(call.push_id):
+                self._ledger.initialised(call.push_id.trainer_id)
         elif isinstance(call, DropContext):
             self.shard.drop_context(call.push_id, call.context_id)
             if self._ledger.carried_out(call.push_id):
@@ -862,7 +880,11 @@ class Cluster:
     # Messages
 
     def events(self, *, to_shards: bool = True) -> list[Callable[[], None]]:
-        """Every message that may arrive next; calling one delivers it. Without `to_shards`, none from a trainer to one."""
+        """Every message that may arrive next; calling one delivers it.
+
+        Args:
+            to_shards: whether to count those from trainers to shards.
+        """
         requests = [each for each in self.requests if to_shards or each.target == COORDINATOR]
         return [
             *self._link_events(),
@@ -914,9 +936,11 @@ class Cluster:
 
     def _deliver_report(self, link: Link) -> None:
         report = link.up.popleft()
-        self._core.server_heard(link.server, self.now_s)
-        self._core.report(link.server, report)
-        self._changed()
+        if self._core.server_heard(link.server, self.now_s):
+            self._core.report(link.server, report)
+            self._changed()
+        else:
+            self._end_link(link.server)
 
     def _answer(self, request: Request, value: Any) -> None:
         self.replies.append(Reply(request, value))
@@ -990,6 +1014,12 @@ class Cluster:
         if noticed:
             self.notice_break(server)
 
+    def _end_link(self, name: str) -> None:
+        """The coordinator ends a link, to a server whose lease has ended."""
+        server = next(each for each in self.servers if each.name == name)
+        if server.link is not None:
+            self.break_link(server, noticed=True, num_late_reports=0)
+
     def notice_break(self, server: SimServer) -> None:
         """The coordinator learns that a link is broken, if it did not know."""
         link = self._links.get(server.name)
@@ -1013,19 +1043,23 @@ class Cluster:
 
     # Failures of servers
 
-    def crash_server(self, server: SimServer, *, noticed: bool) -> None:
-        """A server dies, and with it all that it knew."""
+    def crash_server(self, server: SimServer) -> None:
+        """A server dies, and with it all that it knew. The coordinator does not know yet."""
         self.reference.server_lost = True
         if server.link is not None:
-            self.break_link(server, noticed=noticed, num_late_reports=0)
+            self.break_link(server, noticed=False, num_late_reports=0)
         server.stop()
 
     def silence_server(self, server: SimServer) -> None:
         """A server is not heard of for longer than its lease, as if it were suspended; its link stays."""
-        self.reference.server_lost = server.lost = True
+        self.reference.server_lost = True
         until_s = self.now_s + SERVER_LEASE_S + 2 * TICK_S
         while self.now_s < until_s:
             self._tick(2 * TICK_S, silent=server)
+
+    def break_down(self, server: SimServer) -> None:
+        """The next time that a server has to compute something, it cannot."""
+        self.reference.server_lost = server.breaks_down = True
 
     # Time
 
@@ -1040,8 +1074,9 @@ class Cluster:
             if trainer.renews and trainer.trainer_id is not None:
                 self._renew(trainer)
         for server in self.servers:
-            if server.link is not None and server is not silent:
-                self._core.server_heard(server.name, self.now_s)
+            heard = server.link is not None and server is not silent
+            if heard and not self._core.server_heard(server.name, self.now_s):
+                self._end_link(server.name)
         if self._core.expire(self.now_s):
             self._changed()
 
@@ -1074,8 +1109,7 @@ class Cluster:
         for trainer in self.running_trainers:
             if not trainer.renews:
                 trainer.crash()
-        while events := self._link_events():
-            events[0]()
+        self.advance(1)
         self._relink_all()
         self._settle()
         for trainer in self.idle_trainers:
@@ -1096,16 +1130,13 @@ class Cluster:
         raise AssertionError(f"these wait for ever: {[each.ask for each in waiting]}")
 
     def _relink_all(self) -> None:
+        """Those that the coordinator refuses, and those that died, are started again."""
         for server in self.servers:
-            if server.lost:
-                if server.link is not None:
-                    assert server.shard is None or server.shard.failure, f"{server.name} was not told of the failure"
-                    self.break_link(server, noticed=True, num_late_reports=0)
-                server.stop()
+            self.notice_break(server)
+            if server.running and server.link is None:
+                self.relink(server)
             if not server.running:
                 server.start()
-            if server.link is None:
-                self.notice_break(server)
                 self.relink(server)
 
     def _help(self, waiting: Sequence[SimTrainer]) -> None:
@@ -1113,7 +1144,7 @@ class Cluster:
         if any(each.steps for each in waiting):
             for trainer in self.idle_trainers:
                 trainer.act(TakeStep())
-            if len(self.reference.attached) < self.reference.world_size:
+            if not self.reference.complete:
                 self.join()
         for trainer in waiting:
             trainer.send()

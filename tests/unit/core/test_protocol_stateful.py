@@ -75,6 +75,9 @@ STAGES = {
     "losing servers": Stage(prepare=Cluster.heal, max_traffic=15, servers_fail=True),
 }
 
+#: Ways to lose a server.
+LOSSES = [Cluster.crash_server, Cluster.silence_server, Cluster.break_down]
+
 
 def pick_from(items: Sequence[T], pick: int) -> T:
     """The item that a number chooses."""
@@ -164,15 +167,10 @@ class Protocol(RuleBasedStateMachine):
 
     # Servers
 
-    @rule(pick=PICK, crash=st.booleans(), noticed=st.booleans(), traffic=TRAFFIC)
-    def lose_server(self, pick: int, crash: bool, noticed: bool, traffic: tuple[int, int]) -> None:
-        """It dies, or it is suspended for longer than its lease."""
+    @rule(pick=PICK, how=st.sampled_from(LOSSES), traffic=TRAFFIC)
+    def lose_server(self, pick: int, how: Callable[[Cluster, SimServer], None], traffic: tuple[int, int]) -> None:
         if self.stage.servers_fail and (running := self._running()):
-            server = pick_from(running, pick)
-            if crash:
-                self.cluster.crash_server(server, noticed=noticed)
-            else:
-                self.cluster.silence_server(server)
+            how(self.cluster, pick_from(running, pick))
         self._go_on(traffic)
 
     # Time

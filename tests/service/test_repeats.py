@@ -1,0 +1,259 @@
+"""Every mutation may be repeated: lost requests, lost replies and broken streams change nothing."""
+
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+import pserver
+from pserver.client.cluster import Cluster
+from pserver.errors import StalePush, TrainerEnded
+from pserver.transport.convert import spec_to_proto
+from pserver.transport.faults import Fault, FaultKind, FaultPlan
+from pserver.transport.gen import coordinator_pb2
+from pserver.transport.methods import COORDINATOR, SHARDS, Method
+from tests.numerics.training import (
+    BUCKET_BYTES,
+    assert_same_bits,
+    fill_,
+    loss_of,
+    make_batches,
+    make_module,
+    of_rank,
+    values,
+)
+from tests.service.grpc_cluster import GrpcCluster, set_timeout, until
+from tests.service.wire_trainer import WireTrainer, everywhere, spec
+
+MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", "Step", "DropContext", "DropModel", "Leave")
+#: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, and
+#: commands and reports of a link are told again after every break.
+NOT_MUTATING = ("Status", "Pull", "Renew", "Link")
+
+ROUNDS = 2
+
+
+def test_every_rpc_is_known_to_mutate_or_not() -> None:
+    """A new one must be listed here; if it mutates, the tests below repeat it."""
+    assert sorted([*MUTATING, *NOT_MUTATING]) == sorted([*COORDINATOR, *SHARDS])
+
+
+@pytest.mark.parametrize("method", MUTATING)
+def test_every_mutating_rpc_carries_what_makes_a_repeat_known(method: str) -> None:
+    fields = _method(method).request_type.DESCRIPTOR.fields_by_name
+    assert ("nonce" if method == "Join" else "push_id") in fields
+
+
+def _method(name: str) -> Method:
+    return (COORDINATOR | SHARDS)[name]
+
+
+# A whole run, disturbed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_messages() -> Iterator[None]:
+    """Streams of a small model have several messages, so that one can break in the middle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pserver.transport.chunks.MESSAGE_BYTES", BUCKET_BYTES)
+        yield
+
+
+def run(cluster: GrpcCluster, name: str, method: str | None = None, kind: FaultKind | None = None) -> Any:
+    """Two trainers use every mutating RPC; faults hit those of rank 0.
+
+    Returns:
+        Parameters of each trainer after each round, and how many faults struck.
+    """
+    plan = FaultPlan()
+    rank_0_is_registered = Event()
+    batches = make_batches([4, 4], steps=2 * ROUNDS)
+
+    def disturb(at: str, times: int) -> None:
+        if method == at and kind is not None:
+            plan.faults.append(Fault(kind=kind, method=at, times=times))
+
+    def train(session: Cluster) -> list[list[torch.Tensor]]:
+        module = make_module()
+        if session.rank == 1:
+            assert rank_0_is_registered.wait(10)
+            fill_(module, 77)
+        model = pserver.distribute(module, name=name, cluster=session, bucket_bytes=BUCKET_BYTES)
+        optimizer = pserver.optim.DistributedOptimizer(torch.optim.SGD, model.parameter_refs(), lr=0.1, momentum=0.9)
+        rank_0_is_registered.set()
+        trajectory = []
+        for first, second in zip(*[iter(of_rank(batches, session.rank))] * 2, strict=True):
+            with pserver.autograd.context() as context_id:
+                pserver.autograd.backward(context_id, [loss_of(module, first)])
+                disturb("Step", 2)
+                optimizer.push(context_id)
+                pserver.autograd.backward(context_id, [loss_of(module, second)])
+                disturb("Step", 3)
+                optimizer.step(context_id)
+            with pserver.autograd.context() as context_id:
+                pserver.autograd.backward(context_id, [loss_of(module, second)])
+                optimizer.push(context_id)
+            trajectory.append(values(module))
+        if session.rank == 0:
+            spare = torch.nn.Linear(2, 2)
+            pserver.optim.RemoteOptimizer(torch.optim.SGD, spare, lr=1.0, name=f"{name}-spare", cluster=session)
+            session.drop_model(f"{name}-spare")
+        return trajectory
+
+    for each in MUTATING:
+        if each != "Step":
+            disturb(each, 2)
+    return cluster.train(2, train, plan_of_rank_0=plan), plan.struck
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: GrpcCluster) -> list[list[list[torch.Tensor]]]:
+    """Parameters of a run in which nothing was lost."""
+    runs, struck = run(cluster, "undisturbed")
+    assert struck == 0
+    assert_same_bits(runs[0], runs[1])
+    return runs
+
+
+@pytest.mark.parametrize("kind", FaultKind, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("method", MUTATING)
+def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
+    method: str, kind: FaultKind, undisturbed: list[list[list[torch.Tensor]]], cluster: GrpcCluster, name: str
+) -> None:
+    runs, struck = run(cluster, name, method, kind)
+
+    assert struck >= 2
+    for found, expected in zip(runs, undisturbed, strict=True):
+        assert_same_bits(found, expected)
+    until(lambda: not cluster.status().trainers, "everybody has left")
+    model = cluster.model_status(name)
+    assert model.state == "ready"
+    assert model.round == ROUNDS
+    assert {(shard.server, shard.round, shard.version) for shard in model.shards} == {
+        ("s0", ROUNDS, ROUNDS),
+        ("s1", ROUNDS, ROUNDS),
+    }
+    assert f"{name}-spare" not in {each.name for each in cluster.status().models}
+    assert cluster.num_contexts(name) == [0, 0]
+    assert cluster.num_contexts(f"{name}-spare") == [-1, -1]
+
+
+def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str) -> None:
+    """The reply comes too late, the gradient is in the round all the same; the next step comes after it."""
+    weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
+    sessions = [cluster.connect(rank, 2) for rank in range(2)]
+    with sessions[0], sessions[1]:
+        impatient, patient = (
+            pserver.optim.RemoteOptimizer(torch.optim.SGD, [weight], lr=1.0, name=name, cluster=session)
+            for weight, session in zip(weights, sessions, strict=True)
+        )
+        set_timeout(sessions[0], 1.0)
+        weights[0].grad = torch.full((10,), 2.0)
+        with pytest.raises(TimeoutError):
+            impatient.step()
+        weights[1].grad = torch.full((10,), 4.0)
+        patient.step()
+        assert weights[1][0] == -3.0
+        assert weights[0][0] == 0.0
+
+        weights[0].grad = torch.full((10,), 100.0)
+        with pytest.raises(TimeoutError):
+            impatient.step()
+        assert weights[0][0] == -3.0, "the first step is settled before the second is sent"
+        weights[1].grad = torch.full((10,), 0.0)
+        patient.step()
+        assert weights[1][0] == -53.0
+        assert cluster.model_status(name).round == 2
+
+
+# Message by message
+
+
+def test_a_push_sent_three_times_is_added_once(cluster: GrpcCluster, name: str) -> None:
+    trainer = WireTrainer(cluster)
+    model = trainer.model(name)
+    for server in (0, 1):
+        push = model.step_request(server, 3.0, context_id=1001)
+        for _ in range(3):
+            assert model.call("Step", push, server=server) == []
+    assert cluster.num_contexts(name) == [1, 1]
+    model.step(1, 4.0)
+    assert [model.values(0), model.values(1)] == [everywhere(-7.0)] * 2
+    trainer.leave()
+
+
+def test_a_commit_sent_again_after_its_round_gets_the_same_outcome(cluster: GrpcCluster, name: str) -> None:
+    trainer = WireTrainer(cluster)
+    model = trainer.model(name)
+    model.step(1, 1.0)
+    request = model.step_request(0, 1.0, commit=model.commit(2, wait_s=0.0))
+    with pytest.raises(TimeoutError):
+        model.call("Step", request)
+    model_on_1 = model.step_request(1, 1.0, commit=model.commit(2))
+    (first, *_) = model.call("Step", model_on_1, server=1)
+    for server, repeat in ((0, request), (1, model_on_1), (0, request)):
+        (reply, *_) = model.call("Step", repeat, server=server)
+        assert reply.outcome == first.outcome
+    assert first.outcome.round == 2
+    assert [model.values(0), model.values(1)] == [everywhere(-2.0)] * 2
+    trainer.leave()
+
+
+def test_a_repeat_below_what_was_acknowledged_is_refused_and_changes_nothing(cluster: GrpcCluster, name: str) -> None:
+    trainer = WireTrainer(cluster)
+    model = trainer.model(name)
+    late_push = model.step_request(0, 50.0, context_id=5)
+    late_drop = model.drop_context_request(6)
+    late_attach = coordinator_pb2.AttachRequest(push_id=trainer.push_id(), model=name)
+    late_registration = coordinator_pb2.RegisterModelRequest(
+        push_id=trainer.push_id(), spec=spec_to_proto(spec(f"{name}-late")), wait_s=0.1
+    )
+    late_drop_model = coordinator_pb2.DropModelRequest(push_id=trainer.push_id(), model=name)
+
+    newer = trainer.push_id()
+    newer.lowest_unacknowledged = newer.sequence
+    model.call("Step", model.step_request(0, 1.0, context_id=7, push_id=newer))
+    trainer.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=newer, model=name))
+
+    for method, request in (("Step", late_push), ("DropContext", late_drop)):
+        with pytest.raises(StalePush, match=str(trainer.trainer_id)):
+            model.call(method, request)
+    for method, request in (
+        ("Attach", late_attach),
+        ("RegisterModel", late_registration),
+        ("DropModel", late_drop_model),
+    ):
+        with pytest.raises(StalePush, match=str(trainer.trainer_id)):
+            trainer.coordinator(method, request)
+    assert cluster.num_contexts(name) == [1, 0]
+    assert model.values(0) == everywhere(0.0)
+    assert f"{name}-late" not in {each.name for each in cluster.status().models}
+    trainer.leave()
+
+
+def test_a_repeated_drop_does_not_drop_a_model_registered_since(cluster: GrpcCluster, name: str) -> None:
+    first, second = WireTrainer(cluster), WireTrainer(cluster)
+    first.model(name)
+    drop = coordinator_pb2.DropModelRequest(push_id=first.push_id(), model=name)
+    first.coordinator("DropModel", drop)
+    again = second.model(name)
+    first.coordinator("DropModel", drop)
+    again.step(1, 1.0)
+    assert again.values(0) == everywhere(-1.0)
+    first.leave()
+    second.leave()
+
+
+def test_joining_again_with_the_same_nonce_is_the_same_trainer_until_it_has_left(cluster: GrpcCluster) -> None:
+    trainer = WireTrainer(cluster)
+    again = trainer.join()
+    assert again.trainer_id == trainer.trainer_id
+    trainer.leave()
+    trainer.leave()
+    with pytest.raises(TrainerEnded, match=str(trainer.trainer_id)):
+        trainer.join()
+    other = WireTrainer(cluster)
+    assert other.trainer_id > trainer.trainer_id
+    other.leave()

@@ -1,0 +1,183 @@
+"""A trainer that speaks the protocol message by message, so that tests can say what no correct client says."""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from pserver.core.messages import ModelSpec
+from pserver.core.optimizers import constructor_arguments, numeric_options
+from pserver.transport.convert import options_to_bytes, placement_from_proto, spec_to_proto
+from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
+from pserver.transport.methods import COORDINATOR, SHARDS
+from pserver.types import PROTOCOL_VERSION
+from pserver.wire.layout import TensorSpec, build_layout
+from tests.service.grpc_cluster import GrpcCluster
+
+NUM_ELEMENTS = 64
+#: Plain SGD with learning rate 1, as a trainer describes it.
+ARGUMENTS = constructor_arguments("SGD", torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
+
+
+def spec(name: str, **replaced: Any) -> ModelSpec:
+    """A model of one tensor of two buckets, stepped by plain SGD with learning rate 1."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "tensors": (TensorSpec(name="weight", shape=(NUM_ELEMENTS,), dtype=torch.float32, group=0),),
+        "bucket_bytes": NUM_ELEMENTS * 4 // 2,
+        "optimizer": "SGD",
+        "optimizer_groups": (ARGUMENTS,),
+        "sync_policy": "bsp",
+        "sync_policy_arguments": {},
+        "world_size": 1,
+    }
+    return ModelSpec(**{**fields, **replaced})
+
+
+class WireTrainer:
+    """Joined, but renews no lease and retries nothing."""
+
+    def __init__(self, cluster: GrpcCluster, rank: int = -1) -> None:
+        self.cluster = cluster
+        self.nonce = secrets.token_hex(16)
+        self._sequence = itertools.count(1)
+        self.trainer_id = self.join(rank=rank).trainer_id
+
+    def join(self, **replaced: Any) -> Any:
+        """Joins with this trainer's nonce."""
+        fields = {"nonce": self.nonce, "rank": -1, "protocol": PROTOCOL_VERSION, **replaced}
+        return self.coordinator("Join", coordinator_pb2.JoinRequest(**fields))
+
+    def coordinator(self, method: str, request: Any, **more: Any) -> Any:
+        """The one reply of the coordinator."""
+        (reply,) = self.cluster.call(COORDINATOR[method], request, **more)
+        return reply
+
+    def push_id(self, **replaced: int) -> types_pb2.PushId:
+        """A new push id; nothing before it is acknowledged."""
+        fields = {"trainer_id": self.trainer_id, "sequence": next(self._sequence), "lowest_unacknowledged": 1}
+        return types_pb2.PushId(**{**fields, **replaced})
+
+    def register(
+        self, model: ModelSpec, *, wait_s: float = 5.0, initialised: bool = False
+    ) -> coordinator_pb2.RegisterModelReply:
+        """One registration."""
+        request = coordinator_pb2.RegisterModelRequest(
+            push_id=self.push_id(), spec=spec_to_proto(model), wait_s=wait_s, initialised=initialised
+        )
+        return self.coordinator("RegisterModel", request)
+
+    def attach(self, name: str) -> Any:
+        """Attaches to a model."""
+        return self.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=self.push_id(), model=name))
+
+    def renew(self) -> Any:
+        """Renews the lease once."""
+        return self.coordinator("Renew", coordinator_pb2.RenewRequest(trainer_id=self.trainer_id))
+
+    def leave(self) -> Any:
+        """Leaves."""
+        return self.coordinator("Leave", coordinator_pb2.LeaveRequest(push_id=self.push_id()))
+
+    def model(self, name: str, *, world_size: int = 1, value: float = 0.0) -> "WireModel":
+        """Registers, initialises with one value if asked to, and attaches."""
+        reply = self.register(spec(name, world_size=world_size))
+        model = WireModel(self, name, reply)
+        if reply.initialise:
+            for server in range(len(model.placement)):
+                self.cluster.call(SHARDS["Initialise"], *model.initialise_requests(server, value), server=server)
+            self.register(spec(name, world_size=world_size), initialised=True)
+        self.attach(name)
+        return model
+
+
+class WireModel:
+    """A registered model of `spec`; each of two servers owns one bucket."""
+
+    def __init__(self, trainer: WireTrainer, name: str, reply: coordinator_pb2.RegisterModelReply) -> None:
+        self.trainer = trainer
+        self.name = name
+        self.epoch = reply.epoch
+        self.placement = placement_from_proto(reply.placement)
+        self.layout = build_layout(spec(name).tensors, spec(name).bucket_bytes)
+
+    def address(self, **replaced: Any) -> shards_pb2.ShardAddress:
+        """Whom messages are for."""
+        fields = {"model": self.name, "epoch": self.epoch, "fingerprint": self.layout.fingerprint}
+        return shards_pb2.ShardAddress(**{**fields, **replaced})
+
+    def chunk(self, server: int, value: float, **replaced: Any) -> types_pb2.Chunk:
+        """The bucket of a server, filled with one value."""
+        bucket = self.layout.buckets[self.placement[server].first_bucket]
+        data = torch.full((bucket.num_elements,), value).numpy().tobytes()
+        return types_pb2.Chunk(**{"bucket": bucket.index, "offset_bytes": 0, "dtype": 1, "data": data, **replaced})
+
+    def initialise_requests(self, server: int, value: float = 0.0, **replaced: Any) -> list[Any]:
+        """The messages of an Initialise call, in two pieces."""
+        first = {"shard": self.address(), "push_id": self.trainer.push_id(), **replaced}
+        return [
+            shards_pb2.InitialiseRequest(**first),
+            shards_pb2.InitialiseRequest(chunks=[self.chunk(server, value)]),
+        ]
+
+    def commit(self, step: int, **replaced: Any) -> shards_pb2.Commit:
+        """A commit of one sample."""
+        fields = {
+            "step": step,
+            "samples": 1,
+            "options": options_to_bytes([numeric_options("SGD", ARGUMENTS)]),
+            "wait_s": 5.0,
+            **replaced,
+        }
+        return shards_pb2.Commit(**fields)
+
+    def step_request(self, server: int, value: float, **replaced: Any) -> shards_pb2.StepRequest:
+        """The one message of a Step call; without a commit unless one is given."""
+        fields = {
+            "shard": self.address(),
+            "push_id": self.trainer.push_id(),
+            "context_id": 1,
+            "chunks": [self.chunk(server, value)],
+            **replaced,
+        }
+        return shards_pb2.StepRequest(**fields)
+
+    def pull_request(self, **replaced: Any) -> shards_pb2.PullRequest:
+        """A Pull of what there is."""
+        return shards_pb2.PullRequest(
+            **{"shard": self.address(), "trainer_id": self.trainer.trainer_id, "wait_s": 2.0, **replaced}
+        )
+
+    def drop_context_request(self, context_id: int, **replaced: Any) -> shards_pb2.DropContextRequest:
+        """A DropContext."""
+        fields = {"shard": self.address(), "push_id": self.trainer.push_id(), "context_id": context_id, **replaced}
+        return shards_pb2.DropContextRequest(**fields)
+
+    def call(self, method: str, *requests: Any, server: int = 0, timeout_s: float = 5.0) -> list[Any]:
+        """One attempt at an RPC of a server's shards."""
+        return self.trainer.cluster.call(SHARDS[method], *requests, server=server, timeout_s=timeout_s)
+
+    def step(self, number: int, value: float) -> None:
+        """A whole step of a lone trainer."""
+        commit = self.commit(number)
+
+        def one(server: int) -> None:
+            request = self.step_request(server, value, context_id=1000 + number, commit=commit)
+            self.call("Step", request, server=server)
+
+        with ThreadPoolExecutor(len(self.placement)) as pool:
+            list(pool.map(one, range(len(self.placement))))
+
+    def values(self, server: int) -> list[float]:
+        """What a shard holds."""
+        replies = self.call("Pull", self.pull_request(), server=server)
+        data = b"".join(chunk.data for reply in replies for chunk in reply.chunks)
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()
+
+
+def everywhere(value: float) -> Sequence[float]:
+    """What a shard holds if all of its elements are equal."""
+    return [value] * (NUM_ELEMENTS // 2)

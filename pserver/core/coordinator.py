@@ -169,6 +169,10 @@ class Coordinator:
                 self._tell(server, DropShard(model=name, epoch=model.epoch))
         self._outcomes.record(push_id, True)
 
+    def knows(self, name: str) -> bool:
+        """Whether a model of that name is registered."""
+        return name in self._models
+
     def waiting_for(self, name: str) -> str:
         """What a registration of this model waits for, as text for a user."""
         model = self._models.get(name)

@@ -8,6 +8,7 @@ from pserver.clock import Clock
 from pserver.config import ServerSettings
 from pserver.core.coordinator import Coordinator, Registration
 from pserver.core.messages import Command, ModelSpec, Report
+from pserver.core.optimizers import check_groups
 from pserver.errors import DeadlineExceeded
 from pserver.server.changed import Changed
 from pserver.transport.deadline import Deadline
@@ -97,6 +98,9 @@ class CoordinatorHost:
             DeadlineExceeded: after `wait_s`; says what is missing. And what `Coordinator.register` raises.
         """
         deadline = Deadline(wait_s)
+        if not self.core.knows(spec.name):
+            # The first optimizer of a process makes torch import its compiler, which takes seconds.
+            await asyncio.to_thread(check_groups, spec.optimizer, spec.optimizer_groups)
         while True:
             registration = self.core.register(push_id, spec, initialised=initialised)
             self.changed()

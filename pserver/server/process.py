@@ -32,7 +32,11 @@ async def _run(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
     loop = asyncio.get_running_loop()
     told: asyncio.Future[signal.Signals] = loop.create_future()
 
+    interrupted = asyncio.Event()
+
     def tell(number: signal.Signals) -> None:
+        if number is signal.SIGINT:
+            interrupted.set()
         if not told.done():
             told.set_result(number)
 
@@ -56,7 +60,11 @@ async def _run(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
             starting.cancel()
         if told.result() is signal.SIGTERM:
             logger.info("SIGTERM: draining, for at most %g s", settings.drain_s)
-            await server.drain(settings.drain_s)
+            draining = asyncio.create_task(server.drain(settings.drain_s))
+            impatient = asyncio.create_task(interrupted.wait())
+            await asyncio.wait((draining, impatient), return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            impatient.cancel()
         logger.info("server %s stops", settings.name)
     finally:
         await node.stop()

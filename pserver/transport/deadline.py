@@ -58,12 +58,11 @@ async def retry(attempt: Callable[[float], Awaitable[T]], *, deadline: Deadline,
             if not error.retryable:
                 raise
             last = error
-        pause_s = random.uniform(0, backoff_s)
-        if deadline.remaining_s() <= pause_s:
-            kind = ServerUnavailable if isinstance(last, ServerUnavailable) else DeadlineExceeded
-            raise kind(f"{what}: gave up after {deadline.timeout_s:g} s; last failure: {last}") from None
         if not said_so and deadline.elapsed_s() > SAY_SO_AFTER_S:
             said_so = True
             logger.warning("%s: still trying, for another %.0f s: %s", what, deadline.remaining_s(), last)
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(min(random.uniform(0, backoff_s), deadline.remaining_s()))
         backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+        if not deadline.remaining_s():
+            kind = ServerUnavailable if isinstance(last, ServerUnavailable) else DeadlineExceeded
+            raise kind(f"{what}: gave up after {deadline.timeout_s:g} s; last failure: {last}") from None

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -27,6 +27,10 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
+#: How long a client that is refused may go on sending before its call is ended, in seconds.
+READ_TO_END_S = 5.0
+#: How long calls that are cut may take to end, in seconds.
+STOP_S = 1.0
 #: RPCs that last as long as the server.
 _ENDLESS = frozenset({"Link"})
 
@@ -92,6 +96,9 @@ class GrpcServer:
     async def stop(self) -> None:
         """Stops answering; calls under way are cut."""
         await self._server.stop(None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._calls.idle.wait()
 
     async def _set_health(self, status: Any) -> None:
         for service in ("", *self._services):
@@ -133,13 +140,9 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
                 async with aclosing(handler(_decoded(method, argument))) as replies:
                     async for reply in replies:
                         yield reply
-        except PserverError as error:
-            await _abort(context, error)
-        except DecodeError as error:
-            await _abort(context, InvalidRequest(f"{method.path}: a message could not be decoded: {error}"))
         except Exception as error:
-            logger.exception("%s failed", method.path)
-            await _abort(context, InternalError(f"{method.path} failed with {type(error).__name__}: {error}"))
+            await _read_to_end(method, argument)
+            await _abort(context, _own_error(method, error))
 
     async def unary(argument: Any, context: Any) -> Message | None:
         found = None
@@ -156,6 +159,28 @@ async def _decoded(method: Method, argument: Any) -> AsyncIterator[Message]:
         return
     async for data in argument:
         yield method.request_type.FromString(data)
+
+
+def _own_error(method: Method, error: Exception) -> PserverError:
+    if isinstance(error, PserverError):
+        return error
+    if isinstance(error, DecodeError):
+        return InvalidRequest(f"{method.path}: a message could not be decoded: {error}")
+    logger.error("%s failed", method.path, exc_info=error)
+    return InternalError(f"{method.path} failed with {type(error).__name__}: {error}")
+
+
+async def _read_to_end(method: Method, requests: Any) -> None:
+    """Lets the client finish sending: a write that meets the end of a call hides why it ended.
+
+    https://github.com/grpc/grpc/issues/36066
+    """
+    if not method.client_streaming or method.name in _ENDLESS:
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(READ_TO_END_S):
+            async for _ in requests:
+                pass
 
 
 async def _abort(context: Any, error: PserverError) -> None:

@@ -20,6 +20,8 @@ MAX_ENCODED_BYTES = 6000
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 _BY_CODE: dict[str, type[PserverError]] = {
+    # Without a class name it is gRPC's own, about a connection that broke in the middle of a write.
+    "INTERNAL": ServerUnavailable,
     "UNAVAILABLE": ServerUnavailable,
     "CANCELLED": ServerUnavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,

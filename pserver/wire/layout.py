@@ -28,7 +28,7 @@ MIN_BUCKET_BYTES = 4 << 10
 TARGET_NUM_BUCKETS = 16
 MAX_MODEL_BYTES = 1 << 43
 MAX_TENSORS = 1_000_000
-MAX_BUCKETS = 1 << 20
+MAX_BUCKETS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ def build_layout(tensors: Sequence[TensorSpec], bucket_bytes: int = 0) -> Layout
     bucket_bytes = bucket_bytes or _choose_bucket_bytes(total_bytes)
     if total_bytes // bucket_bytes > MAX_BUCKETS:
         raise InvalidRequest(
-            f"buckets of {bucket_bytes} bytes would cut this model of {total_bytes} bytes into more than {MAX_BUCKETS}; "
-            "choose a larger bucket_bytes, or 0"
+            f"buckets of {bucket_bytes} bytes would cut this model of {total_bytes} bytes into more than "
+            f"{MAX_BUCKETS}; choose a larger bucket_bytes, or 0"
         )
     return Layout(
         tensors=tuple(tensors),

@@ -16,32 +16,18 @@ Launch = Callable[..., Child]
 WriteScript = Callable[[str], Path]
 README = ROOT / "README.md"
 
-TRAINS_FOR_EVER = """
-import os
-import torch
-import pserver
-
-print("pid", os.getpid())
-with pserver.connect() as cluster:
-    model = torch.nn.Linear(4, 1)
-    optimizer = pserver.optim.RemoteOptimizer(torch.optim.SGD, model, lr=0.1)
-    for step in range(1_000_000_000):
-        optimizer.zero_grad()
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-        if step == 3:
-            print("three steps done")
-"""
-
-RANK_1_FAILS = """
+#: Its argument is the rank that fails; -1: none, and all wait for ever.
+WAITS = """
 import os
 import signal
+import sys
 import pserver
 
 print("pid", os.getpid())
 with pserver.connect() as cluster:
-    if cluster.rank == 1:
+    if cluster.rank == int(sys.argv[1]):
         raise ValueError("boom")
+    print("connected")
     signal.pause()
 """
 
@@ -96,7 +82,7 @@ def test_script_of_the_readme_runs_to_its_end(launch: Launch, script: WriteScrip
 
 
 def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch: Launch, script: WriteScript) -> None:
-    process = launch(script(RANK_1_FAILS), servers=1, trainers=2)
+    process = launch(script(WAITS), "1", servers=1, trainers=2)
     assert process.wait(LIMIT_S) == 1
     _, summary = process.stderr.split("pserver: error: ")
     assert "t1 failed first, exit code 1" in summary
@@ -106,8 +92,8 @@ def test_a_trainer_that_fails_fails_the_run_and_its_traceback_is_shown(launch: L
 
 
 def test_control_c_stops_everything(launch: Launch, script: WriteScript) -> None:
-    process = launch(script(TRAINS_FOR_EVER), servers=1, trainers=1)
-    process.wait_for("three steps done", LIMIT_S)
+    process = launch(script(WAITS), "-1", servers=1, trainers=1)
+    process.wait_for("connected", LIMIT_S)
     process.send(signal.SIGINT)
     assert process.wait(20.0) == 130
     assert_nothing_is_left(process)

@@ -82,16 +82,18 @@ def test_pauses_grow_to_their_limit(clock):
     with pytest.raises(ServerUnavailable):
         run(Attempts(ServerUnavailable("down")), timeout_s=60.0)
     expected = FIRST_BACKOFF_S
-    for pause_s in clock.pauses:
+    for pause_s in clock.pauses[:-1]:
         assert pause_s == expected
         expected = min(2 * expected, LONGEST_BACKOFF_S)
-    assert clock.pauses[-1] == LONGEST_BACKOFF_S
+    assert clock.pauses[-2] == LONGEST_BACKOFF_S
 
 
-def test_no_pause_goes_beyond_the_deadline(clock):
+def test_the_last_pause_ends_at_the_deadline_and_no_attempt_follows(clock):
+    attempts = Attempts(ServerUnavailable("down"))
     with pytest.raises(ServerUnavailable):
-        run(Attempts(ServerUnavailable("down")), timeout_s=7.0)
-    assert sum(clock.pauses) < 7.0
+        run(attempts, timeout_s=7.0)
+    assert sum(clock.pauses) == pytest.approx(7.0)
+    assert len(attempts.remaining) == len(clock.pauses)
 
 
 def test_an_attempt_that_used_up_the_time_is_the_last(clock):

@@ -209,3 +209,9 @@ def test_sizes_count_elements_and_bytes():
     tensor = spec("w", 3, 5, dtype=torch.float16)
     assert (tensor.num_elements, tensor.num_bytes) == (15, 30)
     assert spec("scalar").num_elements == math.prod(()) == 1
+
+
+def test_a_bucket_size_that_would_make_absurdly_many_buckets_is_refused_before_they_are_made():
+    tensors = [layout_module.TensorSpec(name="w", shape=(1 << 40,), dtype=torch.float32, group=0)]
+    with pytest.raises(InvalidRequest, match="choose a larger bucket_bytes"):
+        build_layout(tensors, 64)

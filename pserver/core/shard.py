@@ -222,7 +222,10 @@ class Shard:
 
         Raises:
             InternalError: a round was left out, or this shard lacks a contribution. The model cannot go on.
+            ModelFailed: it has failed before.
         """
+        if self.failure is not None:
+            raise ModelFailed(self.failure)
         if decision.round <= self.round:
             return self.applied()
         if decision.round != self.round + 1:

@@ -501,3 +501,16 @@ def test_a_leave_without_an_id_ends_nobody(model: WireModel) -> None:
     model.trainer.coordinator("Leave", coordinator_pb2.LeaveRequest())
     model.trainer.coordinator("Leave", coordinator_pb2.LeaveRequest(push_id=types_pb2.PushId()))
     model.trainer.renew()
+
+
+def test_a_large_push_that_is_refused_at_once_keeps_the_class_of_its_error() -> None:
+    """gRPC hides the status of a call that ends while its client still writes."""
+    with GrpcCluster(2) as own, own.connect() as cluster:
+        parameter = torch.nn.Parameter(torch.zeros(4 << 20))
+        optimizer = pserver.optim.RemoteOptimizer(torch.optim.SGD, [("w", parameter)], lr=0.1, cluster=cluster)
+        parameter.grad = torch.ones_like(parameter)
+        cluster.drop_model("model")
+        with pytest.raises(pserver.errors.PserverError) as raised:
+            optimizer.step()
+        found = getattr(raised.value, "exceptions", (raised.value,))
+        assert {type(each) for each in found} <= {pserver.errors.UnknownModel, pserver.errors.ModelFailed}

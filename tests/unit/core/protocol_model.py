@@ -119,7 +119,7 @@ class Leave:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initialise:
     push_id: PushId
-    values: Mapping[int, bytes]
+    values: Mapping[int, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Push:
 
     push_id: PushId
     context_id: int
-    gradients: Mapping[int, bytes] | None
+    gradients: Mapping[int, bytes] | None = field(repr=False)
     commit: CommitInfo | None
 
 
@@ -530,18 +530,24 @@ class SimServer:
     def _handle_for(self, shard: Shard, command: Command) -> None:
         if isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
-        elif self.breaks_down and isinstance(command, ModelReady | Apply):
+            return
+        try:
+            self._compute(shard, command)
+        except (MemoryError, ModelFailed) as error:
+            shard.failure = shard.failure or str(error)
+            self._report(ShardFailed(model=MODEL, epoch=shard.epoch, failure=str(error)))
+
+    def _compute(self, shard: Shard, command: Command) -> None:
+        if self.breaks_down:
             self.breaks_down = False
-            shard.failure = shard.failure or "out of memory"
-            self._report(ShardFailed(model=MODEL, epoch=command.epoch, failure=shard.failure))
-        elif isinstance(command, ModelReady):
+            raise MemoryError("out of memory")
+        if isinstance(command, ModelReady):
             shard.make_ready(command.initialiser)
             self._ledger.made_ready()
-        elif isinstance(command, Apply):
+        else:
+            assert isinstance(command, Apply), f"{self.name} was told {command}"
             self._report(shard.apply(command.decision))
             self._ledger.applied(command.decision)
-        else:
-            raise AssertionError(f"{self.name} was told {command}")
 
     def _create(self, command: CreateShard) -> None:
         if self.shard is None:
@@ -680,6 +686,9 @@ class SimTrainer:
         self._life = self._live()
         self._go_on(None)
 
+    def __repr__(self) -> str:
+        return f"trainer {self.trainer_id}"
+
     @property
     def idle(self) -> bool:
         """Whether it could take a step now."""
@@ -733,11 +742,9 @@ class SimTrainer:
         """A trainer that does nothing wrong is refused only if its lease has ended or the model has lost a server."""
         if isinstance(error, TrainerEnded):
             assert not (self.renews and self.trainer_id in self._reference.living), f"{self.ask}: {error}"
-        elif isinstance(error, UnknownModel):
-            assert self._reference.server_lost, f"{self.ask}: {error}"
         else:
-            assert isinstance(error, ModelFailed), f"{self.ask}: {error!r}"
-            assert self._reference.failed, f"{self.ask}: {error}"
+            assert isinstance(error, ModelFailed | UnknownModel), f"{self.ask}: {error!r}"
+            assert self._reference.server_lost, f"{self.ask}: {error!r}"
 
     # What it does, in order
 

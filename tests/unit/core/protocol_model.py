@@ -480,6 +480,9 @@ class SimServer:
         self.link = None
         self._waiting.clear()
 
+    def __repr__(self) -> str:
+        return self.name
+
     def connect(self) -> Link:
         """Opens a new link; reports go out once the coordinator's welcome has come."""
         self.link = Link(self.name, self.incarnation)
@@ -849,6 +852,7 @@ class Cluster:
         self.reference = Reference(world_size)
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
+        self._messages: list[tuple[object, object, object]] = []
         self.trainers: list[SimTrainer] = []
         self._spec = make_spec(world_size)
         self._core = Coordinator(
@@ -884,6 +888,16 @@ class Cluster:
         """Trainers that could take a step."""
         return [each for each in self.trainers if each.idle]
 
+    @property
+    def waiting_trainers(self) -> list[SimTrainer]:
+        """Trainers that wait for an answer."""
+        return [each for each in self.running_trainers if not each.idle]
+
+    @property
+    def running_servers(self) -> list[SimServer]:
+        """Servers whose process runs."""
+        return [each for each in self.servers if each.running]
+
     # Messages
 
     def events(self, *, to_shards: bool = True) -> list[Callable[[], None]]:
@@ -918,6 +932,7 @@ class Cluster:
         """A request arrives; with `keep` it will arrive once more, some time."""
         if not keep:
             self.requests.remove(request)
+        self._trace(request.ask.trainer, request.target, request.ask.call)
         if request.target == COORDINATOR:
             self._serve(request)
             return
@@ -935,19 +950,31 @@ class Cluster:
 
     def _deliver_reply(self, reply: Reply) -> None:
         self.replies.remove(reply)
+        self._trace(reply.request.target, reply.request.ask.trainer, reply.value)
         reply.request.ask.trainer.take(reply)
 
     def _deliver_command(self, server: SimServer, link: Link) -> None:
-        server.handle(link.down.popleft())
+        command = link.down.popleft()
+        self._trace(COORDINATOR, server, command)
+        server.handle(command)
         server.check()
 
     def _deliver_report(self, link: Link) -> None:
         report = link.up.popleft()
+        self._trace(link.server, COORDINATOR, report)
         if self._core.server_heard(link.server, self.now_s):
             self._core.report(link.server, report)
             self._changed()
         else:
             self._end_link(link.server)
+
+    def _trace(self, sender: object, receiver: object, message: object) -> None:
+        self._messages.append((sender, receiver, message))
+
+    @property
+    def trace(self) -> list[str]:
+        """Every message that has arrived, for whoever looks into a failure."""
+        return [f"{sender} -> {receiver}: {str(message)[:200]}" for sender, receiver, message in self._messages]
 
     def _answer(self, request: Request, value: Any) -> None:
         self.replies.append(Reply(request, value))
@@ -1130,11 +1157,10 @@ class Cluster:
             self.deliver_all()
             self.advance(math.ceil(TRAINER_LEASE_S / TICK_S) + 1)
             self.deliver_all()
-            waiting = [each for each in self.running_trainers if not each.idle]
-            if not waiting:
+            if not self.waiting_trainers:
                 return
-            self._help(waiting)
-        raise AssertionError(f"these wait for ever: {[each.ask for each in waiting]}")
+            self._help()
+        raise AssertionError(f"these wait for ever: {[each.ask for each in self.waiting_trainers]}")
 
     def _relink_all(self) -> None:
         """Those that the coordinator refuses, and those that died, are started again."""
@@ -1146,14 +1172,14 @@ class Cluster:
                 server.start()
                 self.relink(server)
 
-    def _help(self, waiting: Sequence[SimTrainer]) -> None:
+    def _help(self) -> None:
         """Everybody takes part in a round that somebody waits for; what was lost is sent again."""
-        if any(each.steps for each in waiting):
+        if any(each.steps for each in self.waiting_trainers):
             for trainer in self.idle_trainers:
                 trainer.act(TakeStep())
             if not self.reference.complete:
                 self.join()
-        for trainer in waiting:
+        for trainer in self.waiting_trainers:
             trainer.send()
 
     def _check_at_rest(self) -> None:

@@ -7,7 +7,7 @@ them are simulated here, one event at a time: `SimServer` mirrors `ShardHost` an
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -499,6 +499,11 @@ class SimServer:
         """Trainers of whom the shard should hold something."""
         return self._ledger.trainers
 
+    @property
+    def holds(self) -> Set[Ask]:
+        """Calls that wait here."""
+        return self._waiting.keys()
+
     # Commands and reports
 
     def handle(self, command: Command | None) -> None:
@@ -534,21 +539,22 @@ class SimServer:
         if isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
             return
+        assert isinstance(command, ModelReady | Apply), f"{self.name} was told {command}"
         try:
             self._compute(shard, command)
         except (MemoryError, ModelFailed) as error:
             shard.failure = shard.failure or str(error)
             self._report(ShardFailed(model=MODEL, epoch=shard.epoch, failure=str(error)))
 
-    def _compute(self, shard: Shard, command: Command) -> None:
-        if self.breaks_down:
+    def _compute(self, shard: Shard, command: ModelReady | Apply) -> None:
+        new = not shard.ready if isinstance(command, ModelReady) else command.decision.round > shard.round
+        if self.breaks_down and new:
             self.breaks_down = False
             raise MemoryError("out of memory")
         if isinstance(command, ModelReady):
             shard.make_ready(command.initialiser)
             self._ledger.made_ready()
         else:
-            assert isinstance(command, Apply), f"{self.name} was told {command}"
             self._report(shard.apply(command.decision))
             self._ledger.applied(command.decision)
 
@@ -709,9 +715,14 @@ class SimTrainer:
 
     def send(self) -> None:
         """Sends its call to everybody who has not answered; again, if it was sent before."""
-        for target in self.ask.targets if self.ask is not None else ():
-            if target not in self._answers:
-                self._post(Request(self.ask, target))
+        for request in self.unanswered:
+            self._post(request)
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """Requests that it lacks an answer to."""
+        targets = self.ask.targets if self.ask is not None else ()
+        return [Request(self.ask, target) for target in targets if target not in self._answers]
 
     def crash(self) -> None:
         """The process dies."""
@@ -862,6 +873,7 @@ class Cluster:
             first_trainer_id=1,
             now_s=self.now_s,
         )
+        self._ids: dict[str, int] = {}
         self._links: dict[str, Link] = {}
         self._old_links: list[Link] = []
         self._waiting: dict[Ask, Request] = {}
@@ -966,7 +978,7 @@ class Cluster:
             self._core.report(link.server, report)
             self._changed()
         else:
-            self._end_link(link.server)
+            self._end_link(link)
 
     def _trace(self, sender: object, receiver: object, message: object) -> None:
         self._messages.append((sender, receiver, message))
@@ -1000,7 +1012,9 @@ class Cluster:
 
     def _call(self, call: CoordinatorCall | ShardCall) -> Any:
         if isinstance(call, Join):
-            return self._core.join(call.nonce, -1, self.now_s).trainer_id
+            trainer_id = self._core.join(call.nonce, -1, self.now_s).trainer_id
+            assert self._ids.setdefault(call.nonce, trainer_id) == trainer_id, f"{call} made two trainers"
+            return trainer_id
         if isinstance(call, Register):
             registration = self._core.register(call.push_id, self._spec, initialised=call.initialised)
             if registration is not None and registration.initialise and not self.reference.ready:
@@ -1048,11 +1062,11 @@ class Cluster:
         if noticed:
             self.notice_break(server)
 
-    def _end_link(self, name: str) -> None:
+    def _end_link(self, link: Link) -> None:
         """The coordinator ends a link, to a server whose lease has ended."""
-        server = next(each for each in self.servers if each.name == name)
-        if server.link is not None:
-            self.break_link(server, noticed=True, num_late_reports=0)
+        for server in self.servers:
+            if server.link is link:
+                self.break_link(server, noticed=True, num_late_reports=0)
 
     def notice_break(self, server: SimServer) -> None:
         """The coordinator learns that a link is broken, if it did not know."""
@@ -1110,7 +1124,7 @@ class Cluster:
         for server in self.servers:
             heard = server.link is not None and server is not silent
             if heard and not self._core.server_heard(server.name, self.now_s):
-                self._end_link(server.name)
+                self._end_link(server.link)
         if self._core.expire(self.now_s):
             self._changed()
 
@@ -1173,14 +1187,15 @@ class Cluster:
                 self.relink(server)
 
     def _help(self) -> None:
-        """Everybody takes part in a round that somebody waits for; what was lost is sent again."""
+        """Everybody takes part in a round that somebody waits for; what was lost, and only that, is sent again."""
         if any(each.steps for each in self.waiting_trainers):
             for trainer in self.idle_trainers:
                 trainer.act(TakeStep())
             if not self.reference.complete:
                 self.join()
+        arrived = {COORDINATOR: self._waiting.keys()} | {each.name: each.holds for each in self.servers}
         for trainer in self.waiting_trainers:
-            trainer.send()
+            self.requests += [each for each in trainer.unanswered if each.ask not in arrived[each.target]]
 
     def _check_at_rest(self) -> None:
         """What must hold once nothing is under way."""
@@ -1188,11 +1203,15 @@ class Cluster:
         running = {each.trainer_id for each in self.running_trainers}
         assert reference.living == running, f"trainers {reference.living - running} are dead, but still members"
         assert len(reference.decisions) == reference.round or reference.failed, "decisions were never told"
+        status = self._core.status(self.now_s)
+        known_rounds = {shard.server: shard.round for model in status.models for shard in model.shards}
         for server in self.servers:
             if server.shard is None:
                 assert reference.failed or not reference.attached
             elif reference.failed:
                 assert server.shard.failure, f"{server.name} was not told of the failure"
             else:
+                assert not server.shard.failure, f"the coordinator does not know that {server.name} has failed"
                 assert server.shard.round == reference.round, f"{server.name} is behind"
+                assert known_rounds[server.name] == reference.round, f"the coordinator has not heard of {server.name}"
                 assert server.remembers <= running, f"{server.name} remembers the dead"

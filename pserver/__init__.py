@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pserver import autograd, errors, optim
     from pserver.client.cluster import Cluster, ClusterStatistics, connect
-    from pserver.client.optimizers import DistributedModel, distribute
-    from pserver.core.sync import Bsp
+    from pserver.client.distributed import DistributedModel, distribute
+    from pserver.client.model import ModelStatistics
+    from pserver.core.sync import Async, Bsp, Ssp
     from pserver.types import ClusterStatus, StepResult
 
 __all__ = [
+    "Async",
     "Bsp",
     "Cluster",
     "ClusterStatistics",
     "ClusterStatus",
     "DistributedModel",
+    "ModelStatistics",
+    "Ssp",
     "StepResult",
     "autograd",
     "connect",
@@ -28,14 +32,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Async": "pserver.core.sync",
     "Bsp": "pserver.core.sync",
     "Cluster": "pserver.client.cluster",
     "ClusterStatistics": "pserver.client.cluster",
     "ClusterStatus": "pserver.types",
-    "DistributedModel": "pserver.client.optimizers",
+    "DistributedModel": "pserver.client.distributed",
+    "ModelStatistics": "pserver.client.model",
+    "Ssp": "pserver.core.sync",
     "StepResult": "pserver.types",
     "connect": "pserver.client.cluster",
-    "distribute": "pserver.client.optimizers",
+    "distribute": "pserver.client.distributed",
 }
 
 

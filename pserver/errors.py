@@ -20,6 +20,8 @@ cross the wire by class name and message, so the name of each class here is part
     |-- ServerUnavailable          a server could not be reached (may be retried)
     |-- DeadlineExceeded           a wait ended before what it waited for
     |-- ModelFailed                the model has lost a shard or could not apply a round
+    |-- RoundFailed                a round's deadline passed and its policy says to fail; training may go on
+    |-- NonFiniteGradient          a gradient has NaN or infinite elements and the policy says to raise
     |-- ServerErrors               several servers failed at once (an ExceptionGroup of the above)
     `-- InternalError              a fault of this package
 """
@@ -136,6 +138,18 @@ class ModelFailed(PserverError):
     """The model has lost a shard, or could not apply a round."""
 
     status = "ABORTED"
+
+
+class RoundFailed(PserverError):
+    """A round's deadline passed with trainers absent; nothing was stepped, and the next step may succeed."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class NonFiniteGradient(PserverError):
+    """A round's gradient has NaN or infinite elements; nothing was stepped."""
+
+    status = "FAILED_PRECONDITION"
 
 
 class ServerErrors(PserverError, ExceptionGroup[PserverError]):

@@ -1,5 +1,7 @@
 """Optimizers whose steps happen on servers."""
 
-from pserver.client.optimizers import DistributedOptimizer, RemoteOptimizer
+from pserver.client.distributed import DistributedOptimizer
+from pserver.client.optimizers import RemoteOptimizer
+from pserver.core.optimizers import register_optimizer
 
-__all__ = ["DistributedOptimizer", "RemoteOptimizer"]
+__all__ = ["DistributedOptimizer", "RemoteOptimizer", "register_optimizer"]

@@ -26,16 +26,32 @@ class PushId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What became of one trainer's step.
+    """What became of one trainer's step; the same on every shard.
 
-    `round` is the round that counted the gradient; `num_trainers` how many trainers were in it; `accepted` whether
-    this one was, and `reason` why not. `options` are the numeric options the round used, per parameter group.
+    Attributes:
+        round: the round that counted the gradient; if it was rejected, the last round decided until then.
+        accepted: whether the gradient was counted.
+        stepped: whether the round changed the parameters.
+        overflow: whether the round stepped nothing because loss scaling overflowed on some trainer.
+        reason: why the gradient was not counted, or why nothing was stepped; "" otherwise.
+        error: name of the error that `step` raises with the reason; "" for none.
+        num_trainers: trainers in the round; 0 if rejected.
+        staleness: updates applied between the parameters that the gradient was computed on and its own.
+        grad_norm: global 2-norm of the round's mean gradient before clipping; None if nobody asked for clipping.
+        num_nonfinite: NaN and infinite elements in the gradients of the round; 0 if nobody looked.
+        options: the numeric options that the round used, per parameter group.
     """
 
     round: int
     accepted: bool
+    stepped: bool
+    overflow: bool
     reason: str
+    error: str
     num_trainers: int
+    staleness: int
+    grad_norm: float | None
+    num_nonfinite: int
     options: tuple[GroupOptions, ...]
 
 
@@ -64,7 +80,8 @@ class ModelStatus:
     """One model; `state` is creating, initialising, ready or failed.
 
     `waiting_for_ranks` are the trainers that the next round waits for, `missing_trainers` how many more have to
-    attach before the first round can start.
+    attach before the first round can start. `num_accepted` and `num_rejected` count gradients, `num_skipped` rounds in
+    which nothing was stepped, and `staleness` how many gradients were so many rounds old when they were applied.
     """
 
     name: str
@@ -75,6 +92,10 @@ class ModelStatus:
     round: int
     waiting_for_ranks: tuple[int, ...]
     missing_trainers: int
+    num_accepted: int
+    num_rejected: int
+    num_skipped: int
+    staleness: Mapping[int, int]
     shards: tuple[ShardStatus, ...]
 
 

@@ -5,7 +5,7 @@ joined by one asynchronous copy on a stream of its own; events order it, and not
 https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -46,11 +46,11 @@ class FlatBuffers:
         return self._bytes[bucket.flat][bucket.start * size : bucket.stop * size]
 
     @torch.no_grad()
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    def gather(self, tensors: Mapping[int, torch.Tensor | None]) -> frozenset[int]:
         """Copies tensors into the flats; the host buffers are complete on return.
 
         Args:
-            tensors: one for each of the layout's, of its shape and dtype; None is sent as zeros.
+            tensors: by index in the layout, of its shape and dtype; None is sent as zeros. Others stay as they are.
 
         Returns:
             The indices that were None.
@@ -58,11 +58,11 @@ class FlatBuffers:
         Raises:
             InvalidRequest: another shape, dtype, device or memory format than was registered.
         """
-        present = [(view, tensor) for view, tensor in zip(self._views, tensors, strict=True) if tensor is not None]
-        for index, tensor in enumerate(tensors):
+        present = [(self._views[index], tensor) for index, tensor in tensors.items() if tensor is not None]
+        for index, tensor in tensors.items():
             if tensor is not None:
-                self._check(index, tensor)
-        absent = frozenset(index for index, tensor in enumerate(tensors) if tensor is None)
+                self.check(index, tensor)
+        absent = frozenset(index for index, tensor in tensors.items() if tensor is None)
         if absent:
             torch._foreach_zero_([self._views[index] for index in sorted(absent)])
         if present:
@@ -72,16 +72,21 @@ class FlatBuffers:
         return absent
 
     @torch.no_grad()
-    def scatter_(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copies the flats into tensors in place; on CUDA, ordered before later work of the current stream.
 
         Args:
-            tensors: one for each of the layout's; None leaves a tensor out.
+            tensors: by index in the layout.
         """
         if self._on_cuda:
             self._copy_between(to_host=False)
-        pairs = [(tensor, view) for view, tensor in zip(self._views, tensors, strict=True) if tensor is not None]
-        torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
+        if tensors:
+            torch._foreach_copy_(list(tensors.values()), [self._views[index] for index in tensors])
+
+    @torch.no_grad()
+    def holds(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the values that were scattered last, bit for bit where they are numbers."""
+        return torch.equal(self._views[index], tensor)
 
     def wait_until_free(self) -> None:
         """Waits until the host buffers may be overwritten: the device has read what they held."""
@@ -103,7 +108,12 @@ class FlatBuffers:
         else:
             current.wait_event(self._copied)
 
-    def _check(self, index: int, tensor: torch.Tensor) -> None:
+    def check(self, index: int, tensor: torch.Tensor) -> None:
+        """Refuses a tensor that is not as it was registered.
+
+        Raises:
+            InvalidRequest: another shape, dtype, device or memory format.
+        """
         spec = self._layout.tensors[index]
         if tensor.layout is not torch.strided:
             raise InvalidRequest(

@@ -1,24 +1,36 @@
 """A model whose parameters live on servers: registration, pushes, steps and pulls."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
 from pserver.client.flattening import FlatBuffers, model_device
+from pserver.client.optimizer_state import TensorStates, cut_state, join_state
 from pserver.client.shard_client import Push, ShardClient
-from pserver.core.contexts import CommitInfo
-from pserver.core.messages import ModelSpec
+from pserver.core.messages import CommitInfo, ModelSpec
+from pserver.core.optimizer_state import StatePiece
+from pserver.core.rules import GradientRules
 from pserver.core.sync import SyncPolicy, policy_arguments
-from pserver.errors import DeadlineExceeded, InternalError, MixedRounds, PserverError, ServerErrors
+from pserver.errors import (
+    ERRORS,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PserverError,
+    ServerErrors,
+)
 from pserver.transport.convert import placement_from_proto, push_id_to_proto, spec_to_proto
 from pserver.transport.deadline import Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.types import GroupOptions, PushId, StepResult
-from pserver.wire.layout import STORED, TensorSpec, build_layout
+from pserver.wire.layout import BUFFERS, STORED, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +40,48 @@ ASK_WHO_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A parameter or buffer to share; `group` is its optimizer group, or `STORED`."""
+    """A parameter or buffer to share; `group` is its optimizer group, `STORED` or `BUFFERS`."""
 
     name: str
     tensor: torch.Tensor
     group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What a trainer shares: tensors in the order of registration, and everything that trainers must agree on.
+
+    `optimizer_groups` are constructor arguments for each group, complete with defaults; `bucket_bytes` 0 chooses.
+    """
+
+    name: str
+    tensors: Sequence[NamedTensor]
+    optimizer: str
+    optimizer_groups: Sequence[GroupOptions]
+    sync: SyncPolicy
+    buffers: str
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics:
+    """What became of this trainer's steps on one model since it registered.
+
+    Attributes:
+        num_accepted: gradients counted in a round.
+        num_rejected: gradients refused by the sync policy.
+        num_skipped: rounds it was in that stepped nothing.
+        num_nonfinite: NaN and infinite elements in the gradients of its rounds, if the policy makes servers look.
+        num_mixed_pulls: replies in which shards were at different rounds; only Ssp and Async allow it.
+        staleness: how many of its gradients were so many rounds old when they were applied.
+    """
+
+    num_accepted: int
+    num_rejected: int
+    num_skipped: int
+    num_nonfinite: int
+    num_mixed_pulls: int
+    staleness: Mapping[int, int]
 
 
 class SharedModel:
@@ -40,81 +89,109 @@ class SharedModel:
 
     Args:
         cluster: started session.
-        name: of the model in the cluster.
-        tensors: in the order of registration, the same on every trainer.
-        optimizer: name of a registered optimizer.
-        optimizer_groups: constructor arguments for each group, complete with defaults.
-        sync_policy: when a round closes.
-        bucket_bytes: 0 chooses.
+        description: what is shared.
 
     Raises:
-        UnsupportedModel, InvalidRequest: the tensors cannot be shared.
+        UnsupportedModel, UnsupportedOptimizer, InvalidRequest: it cannot be shared.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        name: str,
-        tensors: Sequence[NamedTensor],
-        optimizer: str,
-        optimizer_groups: Sequence[GroupOptions],
-        sync_policy: SyncPolicy,
-        bucket_bytes: int,
-    ) -> None:
-        self.name = name
+    def __init__(self, cluster: Cluster, description: ModelDescription) -> None:
+        self.name = description.name
+        self.round = 0
         self._cluster = cluster
-        self._tensors = [each.tensor for each in tensors]
+        self._shards: list[ShardClient] = []
+        self._epoch = 0
+        self._step = 0
+        self._unsettled: Push | None = None
+        self._warned = False
+        self._versions: dict[int, int] = {}
+        self._num_accepted = self._num_rejected = self._num_skipped = self._num_nonfinite = self._num_mixed = 0
+        self._staleness: Counter[int] = Counter()
+        self._describe(description)
+
+    def _describe(self, description: ModelDescription) -> None:
+        self._description = description
+        tensors = description.tensors
         self._spec = ModelSpec(
-            name=name,
+            name=description.name,
             tensors=tuple(
                 TensorSpec(name=each.name, shape=tuple(each.tensor.shape), dtype=each.tensor.dtype, group=each.group)
                 for each in tensors
             ),
-            bucket_bytes=bucket_bytes,
-            optimizer=optimizer,
-            optimizer_groups=tuple(optimizer_groups),
-            sync_policy=sync_policy.name,
-            sync_policy_arguments=policy_arguments(sync_policy),
-            world_size=cluster.world_size,
+            bucket_bytes=description.bucket_bytes,
+            optimizer=description.optimizer,
+            optimizer_groups=tuple(description.optimizer_groups),
+            sync_policy=description.sync.name,
+            sync_policy_arguments=policy_arguments(description.sync),
+            world_size=self._cluster.world_size,
+            buffers=description.buffers,
         )
-        self._layout = build_layout(self._spec.tensors, bucket_bytes)
-        device = model_device(self._tensors)
+        self._layout = self._spec.layout()
+        self._mixed_rounds = description.sync.mixed_rounds
+        device = model_device([each.tensor for each in tensors])
         self._values = FlatBuffers(self._layout, device)
         self._gradients = FlatBuffers(self._layout, device)
-        self._trained = [each.group != STORED for each in self._spec.tensors]
-        self._stepped = [each if trained else None for each, trained in zip(self._tensors, self._trained, strict=True)]
-        self._shards: list[ShardClient] = []
-        self._step = 0
-        self._unsettled: Push | None = None
-        self._warned = False
+        self._tensors = {index: each.tensor for index, each in enumerate(tensors)}
+        self._stepped = [index for index, each in enumerate(tensors) if each.group >= 0]
+        self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
+        self._exchanged = {index: each.tensor for index, each in enumerate(tensors) if each.group != STORED}
 
     # Registration
 
-    def register(self) -> None:
+    def register(self, state: TensorStates | None = None) -> None:
         """Registers the model; the first trainer's values win and overwrite the tensors of all others.
+
+        Args:
+            state: optimizer state to begin with, if this trainer is the first.
 
         Raises:
             LayoutMismatch: another trainer registered it differently; names the first difference.
             DeadlineExceeded: it was not ready in time; says what is missing.
         """
+        self._register(state or {}, replaces=0)
+
+    def replace(self, description: ModelDescription, state: TensorStates) -> None:
+        """Goes on with another description or other values, once every trainer of the model asks for the same.
+
+        Rounds and steps count on. The lowest rank's values and optimizer state win.
+
+        Args:
+            description: of the same name, policy and world size.
+            state: optimizer state by index in the description's tensors; others begin anew.
+
+        Raises:
+            LayoutMismatch: another trainer asks for something else. DeadlineExceeded: names who has not asked.
+        """
+        self._settle()
+        old = self._description
+        self._describe(description)
+        try:
+            self._register(state, replaces=self._epoch)
+        except BaseException:
+            self._describe(old)
+            raise
+
+    def _register(self, state: TensorStates, *, replaces: int) -> None:
         initialised = False
-        while (reply := self._register_once(initialised)).initialise:
+        while (reply := self._register_once(initialised, replaces)).initialise:
             self._shards = self._shard_clients(reply)
             self._values.gather(self._tensors)
+            pieces = list(cut_state(self._layout, state))
             with self._cluster.push_ids.one() as push_id:
-                self._cluster.run(self._initialise(push_id))
+                self._cluster.run(self._initialise(push_id, pieces))
             initialised = True
         self._shards = self._shard_clients(reply)
+        self._epoch = reply.epoch
         with self._cluster.push_ids.one() as push_id:
             request = pb.AttachRequest(push_id=push_id_to_proto(push_id), model=self.name)
             attached = self._cluster.call_coordinator(
                 "Attach", request, pb.AttachReply, what=f"attaching to model {self.name!r}"
             )
-        self._cluster.run(self._pull(attached.round, include_buffers=True))
-        self._values.scatter_(self._tensors)
+        self._step = max(self._step, attached.step)
+        self.round = self._cluster.run(self._pull(attached.round, include_all=True))
+        self._scatter_(self._tensors)
 
-    def _register_once(self, initialised: bool) -> pb.RegisterModelReply:
+    def _register_once(self, initialised: bool, replaces: int) -> pb.RegisterModelReply:
         timeout_s = self._cluster.settings.timeout_s
         with self._cluster.push_ids.one() as push_id:
             request = pb.RegisterModelRequest(
@@ -122,6 +199,7 @@ class SharedModel:
                 spec=spec_to_proto(self._spec),
                 wait_s=timeout_s,
                 initialised=initialised,
+                replaces=replaces,
             )
             return self._cluster.call_coordinator(
                 "RegisterModel",
@@ -144,35 +222,70 @@ class SharedModel:
             for place in placement_from_proto(reply.placement)
         ]
 
-    async def _initialise(self, push_id: PushId) -> None:
+    async def _initialise(self, push_id: PushId, state: Sequence[tuple[int, StatePiece]]) -> None:
+        await self._on_every_shard(
+            lambda shard, remaining_s: shard.initialise(push_id, self._values, state, remaining_s), "initialising"
+        )
+
+    # Pulls
+
+    async def _pull(self, min_round: int, *, include_all: bool) -> int:
+        """Reads every shard's values; returns their round, the oldest if the policy allows a mix."""
         deadline = Deadline(self._cluster.settings.timeout_s)
-
-        async def one(shard: ShardClient) -> None:
-            what = f"initialising model {self.name!r}: {shard.where}"
-            await self._cluster.retry(
-                lambda remaining_s: shard.initialise(push_id, self._values, remaining_s), deadline, what
+        rounds: dict[str, int] = {}
+        behind = list(self._shards)
+        while behind:
+            found = await self._on_every_shard(
+                partial(self._pull_shard, min_round=min_round, include_all=include_all), "pulling", behind, deadline
             )
+            rounds |= {shard.server: each for shard, each in zip(behind, found, strict=True) if each is not None}
+            if self._may_mix(rounds.values()):
+                break
+            min_round = max(rounds.values(), default=min_round)
+            behind = [shard for shard in self._shards if rounds.get(shard.server, min_round) != min_round]
+        return min(rounds.values(), default=min_round)
 
-        await fan_out([one(shard) for shard in self._shards])
+    async def _pull_shard(
+        self, shard: ShardClient, remaining_s: float, *, min_round: int, include_all: bool
+    ) -> int | None:
+        return await shard.pull(
+            self._cluster.trainer_id, min_round, self._values, include_all=include_all, timeout_s=remaining_s
+        )
 
-    async def _pull(self, min_round: int, *, include_buffers: bool) -> None:
+    def _may_mix(self, rounds: Collection[int]) -> bool:
+        """Whether values of these rounds may be used together; counts them if they differ."""
+        if not self._mixed_rounds:
+            return False
+        self._num_mixed += len(set(rounds)) > 1
+        return True
+
+    def pull_state(self) -> dict[int, dict[str, object]]:
+        """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
+
+        Values have the dtype of the master; where trainers hold half precision, `master_param` has the master itself.
+
+        Raises:
+            ServerUnavailable, DeadlineExceeded, ModelFailed
+        """
+        self._settle()
+        return join_state(self._layout, self._cluster.run(self._pull_state()))
+
+    async def _pull_state(self) -> list[StatePiece]:
         deadline = Deadline(self._cluster.settings.timeout_s)
-        trainer_id = self._cluster.trainer_id
-
-        async def one(shard: ShardClient) -> int:
-            what = f"pulling model {self.name!r}: {shard.where}"
-            found: int = await self._cluster.retry(
-                lambda remaining_s: shard.pull(
-                    trainer_id, min_round, self._values, include_buffers=include_buffers, timeout_s=remaining_s
-                ),
-                deadline,
-                what,
+        min_round = self.round
+        while True:
+            found = await self._on_every_shard(
+                partial(self._pull_shard_state, min_round=min_round), "pulling the optimizer state", None, deadline
             )
-            return found
+            rounds = {each for each, _ in found if each is not None}
+            if len(rounds) <= 1 or self._may_mix(rounds):
+                return [piece for _, pieces in found for piece in pieces]
+            min_round = max(rounds)
 
-        rounds = set(await fan_out([one(shard) for shard in self._shards]))
-        if len(rounds) > 1:
-            raise MixedRounds(f"model {self.name!r}: shards sent values of the rounds {sorted(rounds)}")
+    async def _pull_shard_state(
+        self, shard: ShardClient, remaining_s: float, *, min_round: int
+    ) -> tuple[int | None, list[StatePiece]]:
+        return await shard.pull_state(self._cluster.trainer_id, min_round, remaining_s)
 
     # Steps
 
@@ -187,7 +300,7 @@ class SharedModel:
             push = Push(
                 push_id=push_id,
                 context_id=context_id,
-                absent=self._gradients.gather(self._spread(gradients)),
+                absent=self._gather(gradients),
                 with_gradients=True,
                 commit=None,
             )
@@ -200,39 +313,72 @@ class SharedModel:
         *,
         samples: int,
         options: Sequence[GroupOptions],
+        rules: GradientRules,
+        overflow: bool = False,
     ) -> StepResult:
-        """Pushes gradients, commits the context, waits for its round and writes the new parameters.
+        """Pushes gradients and buffers, commits the context, waits for its outcome and writes the new values.
 
         If an earlier step was interrupted before its outcome was known, that one is settled first: each gradient is
         counted at most once.
 
         Args:
-            gradients: as in `push`; None commits what earlier pushes brought.
+            gradients: as in `push`; None commits what earlier pushes brought, or nothing at all with 0 samples.
             samples: weight of this gradient in the mean, 0 or more.
             options: numeric optimizer options per group.
+            rules: what to do with the mean gradient.
+            overflow: the gradient has infinities because of loss scaling; nobody steps in this round.
 
         Raises:
             DeadlineExceeded: the round was not decided in time; names the trainers it waits for.
+            RoundFailed, NonFiniteGradient: the policy says so; the values are those of the servers all the same.
+            InvalidRequest: parameters were changed here since the last step.
             ModelFailed, TrainerEnded, ServerUnavailable, ServerErrors
         """
         self._settle()
+        self._check_unchanged()
         absent: Set[int] = frozenset()
         if gradients is not None:
-            absent = self._gradients.gather(self._spread(gradients))
+            absent = self._gather(gradients)
         self._step += 1
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
             context_id=context_id,
             absent=absent,
             with_gradients=gradients is not None,
-            commit=CommitInfo(step=self._step, samples=samples, options=tuple(options)),
+            commit=CommitInfo(
+                step=self._step,
+                base_round=self.round,
+                samples=samples,
+                options=tuple(options),
+                rules=rules,
+                overflow=overflow,
+            ),
         )
-        return self._finish(self._unsettled)
+        result = self._finish(self._unsettled)
+        if result.error:
+            raise ERRORS.get(result.error, PserverError)(f"model {self.name!r}: {result.reason}")
+        return result
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard."""
         with self._cluster.push_ids.one() as push_id:
-            self._cluster.run(self._drop_context(push_id, context_id))
+            self._cluster.run(
+                self._on_every_shard(
+                    lambda shard, remaining_s: shard.drop_context(push_id, context_id, remaining_s),
+                    f"freeing context {context_id}",
+                )
+            )
+
+    def statistics(self) -> ModelStatistics:
+        """What became of this trainer's steps."""
+        return ModelStatistics(
+            num_accepted=self._num_accepted,
+            num_rejected=self._num_rejected,
+            num_skipped=self._num_skipped,
+            num_nonfinite=self._num_nonfinite,
+            num_mixed_pulls=self._num_mixed,
+            staleness=dict(self._staleness),
+        )
 
     def _settle(self) -> None:
         if self._unsettled is not None:
@@ -242,17 +388,19 @@ class SharedModel:
     def _finish(self, push: Push) -> StepResult:
         self._values.wait_until_free()
         try:
-            result = self._cluster.run(self._send(push))
+            sent = self._cluster.run(self._send(push))
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except ServerErrors as error:
             if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
                 raise
             raise self._explained(error) from error
-        assert result is not None
+        assert sent is not None
+        result, self.round = sent
         self._cluster.push_ids.settle(push.push_id)
         self._unsettled = None
-        self._values.scatter_(self._stepped)
+        self._scatter_(self._exchanged)
+        self._count(result)
         assert push.commit is not None
         if not self._warned and result.options != push.commit.options:
             self._warned = True
@@ -265,42 +413,70 @@ class SharedModel:
             )
         return result
 
-    async def _send(self, push: Push) -> StepResult | None:
-        deadline = Deadline(self._cluster.settings.timeout_s)
-
-        async def one(shard: ShardClient) -> tuple[StepResult, int] | None:
-            what = f"model {self.name!r}: {shard.where}"
-            found: tuple[StepResult, int] | None = await self._cluster.retry(
-                lambda remaining_s: shard.push(push, self._gradients, self._values, remaining_s), deadline, what
-            )
-            return found
-
-        replies = [reply for reply in await fan_out([one(shard) for shard in self._shards]) if reply is not None]
+    async def _send(self, push: Push) -> tuple[StepResult, int] | None:
+        """Sends a push; with a commit, returns what became of the step and the round of the values read."""
+        replies = await self._on_every_shard(
+            lambda shard, remaining_s: shard.push(push, self._gradients, self._values, remaining_s), "stepping"
+        )
         if push.commit is None:
             return None
         results = [result for result, _ in replies]
         if any(result != results[0] for result in results):
             raise InternalError(f"model {self.name!r}: shards disagree about a step: {results}")
-        rounds = {round_number for _, round_number in replies}
-        if len(rounds) > 1:
-            await self._pull(max(rounds), include_buffers=False)
-        return results[0]
+        rounds = {results[0].round if each is None else each for _, each in replies}
+        if len(rounds) == 1 or self._may_mix(rounds):
+            return results[0], min(rounds)
+        return results[0], await self._pull(max(rounds), include_all=False)
 
-    async def _drop_context(self, push_id: PushId, context_id: int) -> None:
-        deadline = Deadline(self._cluster.settings.timeout_s)
+    async def _on_every_shard(
+        self,
+        call: Callable[[ShardClient, float], Any],
+        doing: str,
+        shards: Sequence[ShardClient] | None = None,
+        deadline: Deadline | None = None,
+    ) -> list[Any]:
+        """Calls shards side by side, each with retries until the deadline."""
+        until = deadline or Deadline(self._cluster.settings.timeout_s)
 
-        async def one(shard: ShardClient) -> None:
-            what = f"freeing context {context_id} of model {self.name!r}: {shard.where}"
-            await self._cluster.retry(
-                lambda remaining_s: shard.drop_context(push_id, context_id, remaining_s), deadline, what
-            )
+        async def one(shard: ShardClient) -> Any:
+            what = f"{doing} model {self.name!r}: {shard.where}"
+            return await self._cluster.retry(lambda remaining_s: call(shard, remaining_s), until, what)
 
-        await fan_out([one(shard) for shard in self._shards])
+        return await fan_out([one(shard) for shard in (self._shards if shards is None else shards)])
 
-    def _spread(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of stepped parameters -> one entry for every tensor of the model."""
-        left = iter(gradients)
-        return [next(left) if trained else None for trained in self._trained]
+    def _gather(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Puts gradients and buffers into the flats; returns the parameters without a gradient."""
+        return self._gradients.gather({**dict(zip(self._stepped, gradients, strict=True)), **self._buffers})
+
+    def _count(self, result: StepResult) -> None:
+        self._num_accepted += result.accepted
+        self._num_rejected += not result.accepted
+        self._num_skipped += result.accepted and not result.stepped
+        self._num_nonfinite += result.num_nonfinite
+        if result.accepted:
+            self._staleness[result.staleness] += 1
+
+    # The values here and there
+
+    def _scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._values.scatter_(tensors)
+        self._versions = {index: self._tensors[index]._version for index in self._stepped}
+
+    def _check_unchanged(self) -> None:
+        """Refuses to step if somebody else has written to the parameters: the servers' values would win silently."""
+        for index in self._stepped:
+            parameter = self._tensors[index]
+            self._values.check(index, parameter)
+            if parameter._version == self._versions.get(index):
+                continue
+            if not self._values.holds(index, parameter):
+                raise InvalidRequest(
+                    f"model {self.name!r}: parameter {self._spec.tensors[index].name!r} was changed on this trainer "
+                    "since the last step (load_state_dict, an in-place operation?), but the servers hold the model. "
+                    "Undo the change, or call broadcast_parameters() on the optimizer of every trainer to make the "
+                    "values of the lowest rank everybody's"
+                )
+            self._versions[index] = parameter._version
 
     def _explained(self, error: PserverError) -> DeadlineExceeded:
         """The same, with the trainers that the round waits for."""

@@ -1,156 +1,24 @@
-"""Optimizers whose steps happen on servers: torch's shape for existing loops, and DistributedOptimizer for contexts."""
+"""The drop-in optimizer: torch's shape, steps on the servers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
 
 import torch
 
 from pserver.client.cluster import Cluster, current_cluster
-from pserver.client.model import NamedTensor, SharedModel
-from pserver.core.optimizers import constructor_arguments, numeric_options, optimizer_name
+from pserver.client.model import ModelDescription, ModelStatistics, SharedModel
+from pserver.client.params import Named, Params, describe, in_groups, unnamed
+from pserver.core.optimizers import numeric_options, optimizer_name
+from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
-from pserver.errors import InvalidRequest, UnsupportedOptimizer
 from pserver.types import StepResult
-from pserver.wire.layout import STORED
+from pserver.wire.tensors import element_type
 
-#: What an optimizer may be given: a module, tensors, (name, tensor) pairs, or group dicts of either.
-Params = torch.nn.Module | Iterable[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRef:
-    """A parameter of a distributed model, as `DistributedModel.parameter_refs` hands it out."""
-
-    model: "DistributedModel"
-    name: str
-    parameter: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedModel:
-    """A module that is to be trained on a cluster, under a name; make it with `distribute`."""
-
-    module: torch.nn.Module
-    cluster: Cluster
-    name: str
-    sync: SyncPolicy
-    bucket_bytes: int
-
-    def parameter_refs(self) -> list[ParameterRef]:
-        """References to the parameters that require a gradient, in order of registration."""
-        return [
-            ParameterRef(self, name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-        ]
-
-
-def distribute(
-    module: torch.nn.Module,
-    *,
-    name: str = "model",
-    sync: SyncPolicy | None = None,
-    cluster: Cluster | None = None,
-    bucket_bytes: int = 0,
-) -> DistributedModel:
-    """Names a module for training on a cluster; `DistributedOptimizer` registers it.
-
-    Args:
-        module: the replica on this trainer; its parameters and buffers will be overwritten by the cluster's values.
-        name, sync, cluster, bucket_bytes: as in `RemoteOptimizer`.
-    """
-    return DistributedModel(
-        module=module, cluster=cluster or current_cluster(), name=name, sync=sync or Bsp(), bucket_bytes=bucket_bytes
-    )
-
-
-class DistributedOptimizer:
-    """Steps a distributed model on its servers with the gradients of an autograd context.
-
-    The shape of torch.distributed.optim.DistributedOptimizer
-    (https://docs.pytorch.org/docs/stable/distributed.optim.html). Making it registers the model: the first trainer's
-    values win, and all others' parameters and buffers are overwritten with them.
-
-    Args:
-        optimizer_class: a torch.optim class that servers know.
-        params_rref: what `DistributedModel.parameter_refs` returned, or group dicts with such lists under "params".
-        args, kwargs: for `optimizer_class`.
-
-    Raises:
-        InvalidRequest: references of several models, or none.
-        UnsupportedOptimizer, LayoutMismatch, DeadlineExceeded
-
-    Not thread-safe.
-    """
-
-    def __init__(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        params_rref: Sequence[ParameterRef | dict[str, Any]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        groups = [each for each in params_rref if isinstance(each, dict)] or [{"params": params_rref}]
-        model = _only_model(groups)
-        self._cluster = model.cluster
-        self._name = optimizer_name(optimizer_class)
-        plain = [{**group, "params": [ref.parameter for ref in group["params"]]} for group in groups]
-        self._optimizer = optimizer_class(plain, *args, **kwargs)
-        named = list(model.module.named_parameters())
-        self._parameters = _in_groups(named, self.param_groups)
-        self._model = _share(
-            model.cluster,
-            self._name,
-            self.param_groups,
-            named,
-            model.module.named_buffers(),
-            name=model.name,
-            sync=model.sync,
-            bucket_bytes=model.bucket_bytes,
-        )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with their options; changes take effect at the next step."""
-        return self._optimizer.param_groups
-
-    def push(self, context_id: int) -> None:
-        """Sends the context's gradients to the servers, which add them up there, and frees them here.
-
-        For accumulation over several backward passes; `step` sends what is left and commits.
-
-        Raises:
-            UnknownContext: no such context.
-        """
-        context = self._cluster.contexts.require(context_id)
-        if not context.drop_on_servers:
-            context.drop_on_servers.append(lambda: self._model.drop_context(context_id))
-        self._model.push(context_id, context.take(self._parameters))
-
-    def step(self, context_id: int, *, samples: int = 1) -> StepResult:
-        """Steps every parameter with the mean of all trainers' gradients; blocks until every shard has.
-
-        The context's gradients are used up; the parameters on this trainer are overwritten with the new values.
-
-        Args:
-            context_id: from `pserver.autograd.context()`.
-            samples: weight of this trainer's gradient in the mean.
-
-        Raises:
-            UnknownContext: no such context. And what `RemoteOptimizer.step` raises.
-        """
-        context = self._cluster.contexts.require(context_id)
-        gradients = context.take(self._parameters)
-        on_servers = bool(context.drop_on_servers) and all(each is None for each in gradients)
-        result = self._model.step(
-            context_id,
-            None if on_servers else gradients,
-            samples=samples,
-            options=[numeric_options(self._name, group) for group in self.param_groups],
-        )
-        context.drop_on_servers.clear()
-        return result
+# torch.amp.GradScaler hands itself to `step` if the optimizer takes it, which is the only way to tell it of infinities
+# on other trainers; it warns that this may end some day.
+warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -160,21 +28,33 @@ class RemoteOptimizer(torch.optim.Optimizer):
     overwritten with them. `step` sends what `.grad` holds when it is called; `.grad` stays this trainer's own.
 
     Args:
-        optimizer_class: a torch.optim class that servers know.
+        optimizer_class: a class that servers know: torch.optim's, or one that was registered with `register_optimizer`.
         params: a module, or what torch's optimizers take: tensors, (name, tensor) pairs, or group dicts of either.
         args, kwargs: for `optimizer_class`.
         name: of the model in the cluster; trainers with the same name train together.
-        sync: when a round closes; `Bsp()` by default.
+        sync: whose gradients make a round, `Bsp()` by default; see `Bsp`, `Ssp`, `Async`.
+        buffers: what becomes of buffers such as BatchNorm's running statistics at each step: "lowest" gives everybody
+            those of the lowest rank, "mean" the mean over trainers (integers: of the lowest rank), "local" leaves them.
+        max_norm: limit of the global 2-norm of the *mean* gradient over all parameters and shards; `last_result` has
+            the norm. None: no limit. May be changed at any time, like the two below; the lowest rank's count.
+        clip_value: limit of the absolute value of each element of the mean gradient, after the norm.
+        nonfinite: what to do if a gradient has NaN or infinite elements: "pass" steps all the same, as torch does;
+            "skip" steps nothing, on all servers; "raise" steps nothing and raises on every trainer of the round.
         module: where names and buffers come from when `params` is not a module.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
+
+    Attributes:
+        last_result: what became of the last step; None before the first.
 
     Raises:
         UnsupportedOptimizer: servers cannot run it. LayoutMismatch: another trainer's model differs.
         DeadlineExceeded: the model was not ready in time.
 
-    Not thread-safe.
+    Not thread-safe. `load_state_dict`, `add_param_group` and `broadcast_parameters` must be called on every trainer.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -183,6 +63,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         *args: Any,
         name: str = "model",
         sync: SyncPolicy | None = None,
+        buffers: str = "lowest",
+        max_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: str = "pass",
         module: torch.nn.Module | None = None,
         cluster: Cluster | None = None,
         bucket_bytes: int = 0,
@@ -192,136 +76,186 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if isinstance(params, torch.nn.Module):
             module = params
             params = [each for each in module.parameters() if each.requires_grad]
-        local = optimizer_class(params, *args, **kwargs)
+        self._make_local: Callable[[Any], torch.optim.Optimizer] = lambda groups: optimizer_class(
+            groups, *args, **kwargs
+        )
+        local = self._make_local(params)
         self._model: SharedModel | None = None
         super().__init__(local.param_groups, local.defaults)
-        named = _unnamed(self.param_groups) if module is None else list(module.named_parameters())
-        self._parameters = _in_groups(named, self.param_groups)
+        self.max_norm, self.clip_value, self.nonfinite = max_norm, clip_value, nonfinite
+        self._rules()  # refuses what no step could use
+        self._module = module
         self._cluster = cluster or current_cluster()
-        self._model = _share(
-            self._cluster,
-            self._name,
-            self.param_groups,
-            named,
-            () if module is None else module.named_buffers(),
-            name=name,
-            sync=sync or Bsp(),
-            bucket_bytes=bucket_bytes,
-        )
+        self._shared_as: dict[str, Any] = {
+            "name": name,
+            "sync": sync or Bsp(),
+            "buffers": buffers,
+            "bucket_bytes": bucket_bytes,
+        }
         self.last_result: StepResult | None = None
+        self._model = SharedModel(self._cluster, self._describe())
+        self._model.register()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1) -> Any:
+    # Steps
+
+    @property
+    def round(self) -> int:
+        """Round of the parameters that this trainer holds: the number of updates decided until then, by anybody.
+
+        A schedule that follows it is the same for trainers that join late, are skipped or refused:
+        `while scheduler.last_epoch < optimizer.round: scheduler.step()`.
+        """
+        assert self._model is not None
+        return self._model.round
+
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1, grad_scaler: Any = None) -> Any:
         """Steps with the mean of all trainers' gradients; the parameters are complete when it returns.
 
         Args:
             closure: called once, with gradients enabled; computes the loss.
             samples: weight of this trainer's gradient in the mean: the size of its batch, if batches differ.
+            grad_scaler: torch.amp.GradScaler passes itself: call `scaler.step(optimizer)`. Gradients are unscaled; if
+                any trainer's overflowed, nobody steps and the scale of every trainer backs off.
 
         Returns:
             What the closure returned; None without one. `last_result` says what became of the step.
 
         Raises:
             DeadlineExceeded: the round was not decided in time; names the trainers it waits for.
+            RoundFailed, NonFiniteGradient: the policy says so; nothing was stepped, and the next step may succeed.
             ModelFailed: a server was lost. ServerUnavailable: a server cannot be reached. ServerErrors: several.
-            InvalidRequest: the model has changed since it was registered.
+            InvalidRequest: the model has changed since it was registered, or its values since the last step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        overflow = grad_scaler is not None and _unscale_(grad_scaler, self)
+        self._commit([parameter.grad for parameter in self._parameters], samples, overflow)
+        if grad_scaler is not None and self.last_result is not None:
+            _tell_scaler(grad_scaler, self, self.last_result.overflow)
+        return loss
+
+    def skip(self) -> None:
+        """Takes part in a round without a gradient, for example on a trainer that has run out of data.
+
+        Raises:
+            What `step` raises.
+        """
+        self._commit(None, 0, False)
+
+    def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool) -> None:
         assert self._model is not None
         self.last_result = self._model.step(
             self._cluster.contexts.new_id(),
-            [parameter.grad for parameter in self._parameters],
+            gradients,
             samples=samples,
             options=[numeric_options(self._name, group) for group in self.param_groups],
+            rules=self._rules(),
+            overflow=overflow,
         )
-        return loss
+
+    def statistics(self) -> ModelStatistics:
+        """What became of this trainer's steps: counts, and a histogram of staleness."""
+        assert self._model is not None
+        return self._model.statistics()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, read from the servers, in torch's format: plain torch can load it, and the reverse.
+
+        Tensors are on the CPU. Parameters in half precision have their float32 master in it as `master_param`.
+        """
+        assert self._model is not None
+        states = self._model.pull_state()
+        try:
+            self.state.update({self._tensors[index]: state for index, state in states.items()})
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Puts a state in torch's format on the servers, together with the parameters and buffers as they are here.
+
+        To go on from a checkpoint, load the module first. Every trainer must call it; the lowest rank's counts.
+
+        Raises:
+            ValueError: the groups do not fit, as torch says it. DeadlineExceeded: names the ranks that did not call.
+        """
+        assert self._model is not None
+        super().load_state_dict(dict(state_dict))
+        local = self._make_local([{**group, "params": list(group["params"])} for group in self.param_groups])
+        # The class itself knows what older checkpoints lack.
+        local.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        states = {self._indices[parameter]: dict(state) for parameter, state in local.state.items()}
+        self.param_groups = local.param_groups
+        self.state.clear()
+        states.update(self._precise(state_dict))
+        self._model.replace(self._describe(), states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported once the model is registered."""
-        if self._model is not None:
-            self._refuse("add_param_group")
+        """Adds a group, with parameters that were in none until now; rounds and the other groups' state go on.
+
+        Every trainer must call it in the same place.
+
+        Raises:
+            InvalidRequest: the module lacks a parameter. DeadlineExceeded: names the ranks that did not call.
+        """
+        if self._model is None:
+            super().add_param_group(param_group)
+            return
+        states = {self._tensors[index]: state for index, state in self._model.pull_state().items()}
+        before = list(self.param_groups)
         super().add_param_group(param_group)
+        try:
+            description = self._describe()
+            self._model.replace(description, {self._indices[each]: state for each, state in states.items()})
+        except BaseException:
+            self.param_groups[:] = before
+            self._describe()
+            raise
 
-    def state_dict(self) -> NoReturn:
-        """Not supported: the state is on the servers."""
-        self._refuse("state_dict")
+    def broadcast_parameters(self) -> None:
+        """Makes the lowest rank's parameters and buffers everybody's and the servers'; optimizer state goes on.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Not supported: the state is on the servers."""
-        self._refuse("load_state_dict")
+        Every trainer must call it, after parameters were changed on purpose (loaded, clamped, averaged).
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedOptimizer(
-            f"{what} of a remote optimizer is not supported: its state lives on the servers. The model's own "
-            "state_dict() has the current parameters"
-        )
+        Raises:
+            DeadlineExceeded: names the ranks that did not call.
+        """
+        assert self._model is not None
+        self._model.replace(self._describe(), self._model.pull_state())
 
+    def _describe(self) -> ModelDescription:
+        named: Named = unnamed(self.param_groups) if self._module is None else list(self._module.named_parameters())
+        self._parameters = in_groups(named, self.param_groups)
+        self._tensors = [parameter for _, parameter in named]
+        self._indices = {parameter: index for index, parameter in enumerate(self._tensors)}
+        return describe(self._name, self.param_groups, named, self._module, **self._shared_as)
 
-def _only_model(groups: Sequence[dict[str, Any]]) -> DistributedModel:
-    refs = [ref for group in groups for ref in group.get("params", ())]
-    models = {id(ref.model): ref.model for ref in refs if isinstance(ref, ParameterRef)}
-    if len(models) != 1 or not all(isinstance(ref, ParameterRef) for ref in refs):
-        raise InvalidRequest(
-            "params_rref must be the references of one model, as pserver.distribute(module).parameter_refs() returns "
-            f"them; got {len(refs)} references of {len(models)} models"
-        )
-    return next(iter(models.values()))
+    def _rules(self) -> GradientRules:
+        return GradientRules(max_norm=self.max_norm, clip_value=self.clip_value, nonfinite=self.nonfinite)
 
-
-def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """Names for bare tensors: torch's own if the user gave pairs, else group and position."""
-    named: list[tuple[str, torch.Tensor]] = []
-    for number, group in enumerate(groups):
-        names = group.get("param_names") or [f"{number}.{index}" for index in range(len(group["params"]))]
-        named += zip(names, group["params"], strict=True)
-    return named
-
-
-def _group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    return {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-
-
-def _in_groups(named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-    """The parameters that are stepped, in order of registration.
-
-    Raises:
-        InvalidRequest: a group has a parameter that the module lacks.
-    """
-    numbers = _group_numbers(groups)
-    stepped = [parameter for _, parameter in named if parameter in numbers]
-    if len(stepped) != len(numbers):
-        raise InvalidRequest(
-            f"the optimizer's groups have {len(numbers)} parameters, of which the module has only {len(stepped)}; pass "
-            "parameters of the same module"
-        )
-    return stepped
+    def _precise(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """The state of parameters in half precision as it was saved: torch casts it to their dtype."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {
+            self._indices[parameter]: dict(state_dict["state"][key])
+            for key, parameter in zip(saved, ours, strict=True)
+            if key in state_dict["state"] and element_type(parameter.dtype).master != parameter.dtype
+        }
 
 
-def _share(
-    cluster: Cluster,
-    optimizer: str,
-    groups: Sequence[Mapping[str, Any]],
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    buffers: Iterable[tuple[str, torch.Tensor]],
-    *,
-    name: str,
-    sync: SyncPolicy,
-    bucket_bytes: int,
-) -> SharedModel:
-    """Registers a model; parameters in no group travel once, like buffers, and are never stepped."""
-    numbers = _group_numbers(groups)
-    tensors = [NamedTensor(name=key, tensor=each, group=numbers.get(each, STORED)) for key, each in parameters]
-    tensors += [NamedTensor(name=key, tensor=each, group=STORED) for key, each in buffers]
-    model = SharedModel(
-        cluster,
-        name=name,
-        tensors=tensors,
-        optimizer=optimizer,
-        optimizer_groups=[constructor_arguments(optimizer, group) for group in groups],
-        sync_policy=sync,
-        bucket_bytes=bucket_bytes,
-    )
-    model.register()
-    return model
+def _unscale_(scaler: Any, optimizer: RemoteOptimizer) -> bool:
+    """Unscales `.grad`, unless the user has; whether there were infinities."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+        scaler.unscale_(optimizer)
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def _tell_scaler(scaler: Any, optimizer: RemoteOptimizer, overflow: bool) -> None:
+    """Makes `scaler.update()` see what the round decided instead of what was found here."""
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.fill_(float(overflow))

@@ -1,21 +1,28 @@
 """The RPCs of one shard, as a trainer makes them."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Set
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 from pserver.client.flattening import FlatBuffers
-from pserver.core.contexts import CommitInfo
-from pserver.core.messages import ShardPlacement
+from pserver.core.messages import CommitInfo, ShardPlacement
+from pserver.core.optimizer_state import StatePiece
+from pserver.core.state_staging import StateStaging
 from pserver.errors import InternalError
 from pserver.transport.channel import Channel, one
 from pserver.transport.chunks import ChunkPacker
-from pserver.transport.convert import commit_to_proto, outcome_from_proto, push_id_to_proto
+from pserver.transport.convert import (
+    commit_to_proto,
+    outcome_from_proto,
+    push_id_to_proto,
+    state_chunk_from_proto,
+)
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import Chunk
 from pserver.transport.methods import SHARDS
+from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
 
@@ -66,8 +73,9 @@ class ShardClient:
         self._channel = channel
         self.server = placement.server
         self._address = pb.ShardAddress(model=model, epoch=epoch, fingerprint=layout.fingerprint)
-        self._buckets = layout.buckets[placement.first_bucket : placement.last_bucket]
-        self._trained = [bucket for bucket in self._buckets if bucket.group != STORED]
+        self._buckets = layout.part(placement.runs)
+        self._exchanged = [bucket for bucket in self._buckets if bucket.group != STORED]
+        self._owned = frozenset(bucket.index for bucket in self._buckets)
         self._traffic = traffic
 
     @property
@@ -75,11 +83,15 @@ class ShardClient:
         """The server, for messages."""
         return f"server {self.server} at {self._channel.address}"
 
-    async def initialise(self, push_id: PushId, values: FlatBuffers, timeout_s: float) -> None:
-        """Sends every value of the shard."""
+    async def initialise(
+        self, push_id: PushId, values: FlatBuffers, state: Sequence[tuple[int, StatePiece]], timeout_s: float
+    ) -> None:
+        """Sends every value of the shard, and what there is of its optimizer state."""
 
         async def requests() -> AsyncIterator[Message]:
             yield pb.InitialiseRequest(shard=self._address, push_id=push_id_to_proto(push_id))
+            for pieces in state_messages((bucket, piece) for bucket, piece in state if bucket in self._owned):
+                yield pb.InitialiseRequest(state=pieces)
             for chunks in self._pack(self._buckets, values):
                 yield pb.InitialiseRequest(chunks=chunks)
 
@@ -87,17 +99,17 @@ class ShardClient:
             pass
 
     async def pull(
-        self, trainer_id: int, min_round: int, into: FlatBuffers, *, include_buffers: bool, timeout_s: float
-    ) -> int:
-        """Reads the shard's values once it has reached `min_round`; returns their round."""
+        self, trainer_id: int, min_round: int, into: FlatBuffers, *, include_all: bool, timeout_s: float
+    ) -> int | None:
+        """Reads the shard's values once it has reached `min_round`; returns their round (None: there are none)."""
         request = pb.PullRequest(
             shard=self._address,
             trainer_id=trainer_id,
             min_round=min_round,
-            include_buffers=include_buffers,
+            include_all=include_all,
             wait_s=timeout_s,
         )
-        buckets = self._buckets if include_buffers else self._trained
+        buckets = self._buckets if include_all else self._exchanged
         receiver = _Receiver(self.where, buckets, into)
         call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
@@ -106,17 +118,34 @@ class ShardClient:
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
         return receiver.finish()
 
+    async def pull_state(
+        self, trainer_id: int, min_round: int, timeout_s: float
+    ) -> tuple[int | None, list[StatePiece]]:
+        """Reads the shard's optimizer state once it has reached `min_round`; also its round (None: there is none)."""
+        request = pb.PullStateRequest(shard=self._address, trainer_id=trainer_id, min_round=min_round, wait_s=timeout_s)
+        staging = StateStaging()
+        round_number: int | None = None
+        call = self._channel.call(SHARDS["PullState"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
+        async with aclosing(call) as replies:
+            async for reply in replies:
+                assert isinstance(reply, pb.PullStateReply)
+                round_number = reply.round
+                for chunk in reply.state:
+                    staging.add_chunk(state_chunk_from_proto(chunk))
+                    self._traffic.received_bytes += len(chunk.data)
+        return round_number, [piece for pieces in staging.complete().values() for piece in pieces]
+
     async def push(
         self, push: Push, gradients: FlatBuffers, into: FlatBuffers, timeout_s: float
-    ) -> tuple[StepResult, int] | None:
+    ) -> tuple[StepResult, int | None] | None:
         """Sends gradients; with a commit, waits for the round and reads the new parameters.
 
         Returns:
-            What became of the step and the round of the parameters read; None without a commit.
+            What became of the step and the round of the values read (None: the shard has none); None without a commit.
         """
 
         async def requests() -> AsyncIterator[Message]:
-            packer = self._pack(self._trained, gradients) if push.with_gradients else iter(())
+            packer = self._pack(self._exchanged, gradients) if push.with_gradients else iter(())
             held = pb.StepRequest(
                 shard=self._address,
                 push_id=push_id_to_proto(push.push_id),
@@ -128,10 +157,11 @@ class ShardClient:
                 yield held
                 held = pb.StepRequest(chunks=chunks)
             if push.commit is not None:
-                held.commit.CopyFrom(commit_to_proto(push.commit, timeout_s))
+                held.commit.CopyFrom(commit_to_proto(push.commit))
+                held.wait_s = timeout_s
             yield held
 
-        receiver = _Receiver(self.where, self._trained, into)
+        receiver = _Receiver(self.where, self._exchanged, into)
         result: StepResult | None = None
         call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
@@ -144,7 +174,7 @@ class ShardClient:
             return None
         if result is None:
             raise InternalError(f"{self.where} ended a step without an outcome")
-        return result, receiver.finish(result.round)
+        return result, receiver.finish()
 
     async def drop_context(self, push_id: PushId, context_id: int, timeout_s: float) -> None:
         """Frees a context that will not be committed."""
@@ -190,8 +220,8 @@ class _Receiver:
         self._round = round_number
         return num_bytes
 
-    def finish(self, empty_round: int = 0) -> int:
-        """The round of everything received; `empty_round` if there was nothing to receive.
+    def finish(self) -> int | None:
+        """The round of everything received; None if there was nothing to receive.
 
         Raises:
             InternalError: something is missing.
@@ -201,4 +231,4 @@ class _Receiver:
                 raise InternalError(
                     f"{self._where} sent {self._received[index]} of {len(target)} bytes of bucket {index}"
                 )
-        return empty_round if self._round is None else self._round
+        return self._round if self._targets else None

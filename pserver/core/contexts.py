@@ -1,29 +1,21 @@
 """Gradients of one forward/backward pass, kept on a shard until a round takes them."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 import torch
 
+from pserver.core.messages import CommitInfo
 from pserver.errors import InvalidRequest, UnknownContext
-from pserver.types import GroupOptions, PushId
+from pserver.types import PushId
 
 #: Most contexts that one trainer may have open on one shard.
 MAX_CONTEXTS_PER_TRAINER = 1024
 
 
 @dataclass(slots=True, kw_only=True)
-class CommitInfo:
-    """What a trainer says with its last push of a step; `samples` is the weight of its gradient in the mean."""
-
-    step: int
-    samples: int
-    options: tuple[GroupOptions, ...]
-
-
-@dataclass(slots=True, kw_only=True)
 class GradientContext:
-    """Gradients summed over every push into one context; `commit` is set once it is complete.
+    """Gradients summed over every push into one context, and the buffers of the last; `commit`: it is complete.
 
     `absent` are the tensors that had no gradient in any push.
     """
@@ -35,15 +27,21 @@ class GradientContext:
     commit: CommitInfo | None = None
     push_id: PushId | None = None
 
-    def add_(self, buckets: dict[int, torch.Tensor], absent: Set[int]) -> None:
-        """Adds gradients; takes ownership of the tensors."""
+    def add_(self, pushed: dict[int, torch.Tensor], absent: Set[int], replaced: Set[int]) -> None:
+        """Adds one push; takes ownership of the tensors.
+
+        Args:
+            pushed: 1-D tensors by bucket.
+            absent: tensors of the model without a gradient in this push.
+            replaced: buckets whose values take the place of earlier ones.
+        """
         self.absent = absent if self.absent is None else self.absent & absent
-        for index, gradient in buckets.items():
+        for index, values in pushed.items():
             held = self.buckets.get(index)
-            if held is None:
-                self.buckets[index] = gradient
+            if held is None or index in replaced:
+                self.buckets[index] = values
             else:
-                held.add_(gradient)
+                held.add_(values)
 
 
 class ContextTable:
@@ -51,6 +49,7 @@ class ContextTable:
 
     def __init__(self) -> None:
         self._contexts: dict[tuple[int, int], GradientContext] = {}
+        self._committed: dict[tuple[int, int], GradientContext] = {}
         self._open: dict[int, int] = {}
 
     def open(self, trainer_id: int, context_id: int) -> GradientContext:
@@ -94,31 +93,42 @@ class ContextTable:
             )
         self._remove(trainer_id, context_id)
 
-    def committed(self) -> Iterator[GradientContext]:
-        """Contexts that wait for a round."""
-        return (context for context in self._contexts.values() if context.commit is not None)
+    def commit(self, context: GradientContext, commit: CommitInfo, push_id: PushId) -> None:
+        """Completes an open context; it waits for a round from now on."""
+        context.commit, context.push_id = commit, push_id
+        self._committed[context.trainer_id, commit.step] = context
+
+    def committed(self) -> Iterable[GradientContext]:
+        """Contexts that wait for a round, in order of commit."""
+        return self._committed.values()
+
+    def committed_by(self, push_id: PushId) -> GradientContext | None:
+        """The context that this mutation completed, if it waits for a round."""
+        return next((each for each in self._committed.values() if each.push_id == push_id), None)
 
     def take_committed(self, trainer_id: int, step: int) -> GradientContext | None:
         """Removes and returns the committed context of a trainer's step."""
-        for context in self.committed():
-            if context.trainer_id == trainer_id and context.commit is not None and context.commit.step == step:
-                self._remove(trainer_id, context.context_id)
-                return context
-        return None
-
-    def end_trainer(self, trainer_id: int) -> list[GradientContext]:
-        """Frees every context of a trainer and returns those that waited for a round."""
-        gone = [context for context in self._contexts.values() if context.trainer_id == trainer_id]
-        for context in gone:
+        context = self._committed.get((trainer_id, step))
+        if context is not None:
             self._remove(trainer_id, context.context_id)
-        return [context for context in gone if context.commit is not None]
+        return context
+
+    def end_trainer(self, trainer_id: int) -> None:
+        """Frees every context of a trainer."""
+        if trainer_id not in self._open:
+            return
+        for context_id in [each.context_id for each in self._contexts.values() if each.trainer_id == trainer_id]:
+            self._remove(trainer_id, context_id)
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     def _remove(self, trainer_id: int, context_id: int) -> None:
-        if self._contexts.pop((trainer_id, context_id), None) is None:
+        context = self._contexts.pop((trainer_id, context_id), None)
+        if context is None:
             return
+        if context.commit is not None:
+            del self._committed[trainer_id, context.commit.step]
         self._open[trainer_id] -= 1
         if not self._open[trainer_id]:
             del self._open[trainer_id]

@@ -10,23 +10,25 @@ from dataclasses import dataclass
 from pserver.core.dedup import DedupTable
 from pserver.core.membership import Member, Membership
 from pserver.core.messages import (
+    AdmitTrainer,
     Applied,
-    Apply,
     Command,
     Committed,
     CreateShard,
     DropShard,
     EndTrainer,
     FailModel,
+    LivingTrainers,
     ModelReady,
     ModelSpec,
+    Prepared,
     Report,
     ShardCreated,
     ShardFailed,
     ShardInitialised,
     ShardPlacement,
 )
-from pserver.core.models import Model, ModelState
+from pserver.core.models import Model, ModelState, check_spec
 from pserver.errors import ConfigError, ModelFailed, UnknownModel
 from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
 
@@ -45,6 +47,14 @@ class Registration:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """Answer to a trainer that attaches: the last decided round, and the trainer's last step that anybody has seen."""
+
+    round: int
+    step: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Server:
     name: str
@@ -55,7 +65,7 @@ class _Server:
     alive: bool = True
 
 
-_Recorded = Registration | int | bool
+_Recorded = Registration | Attachment | bool
 
 
 class Coordinator:
@@ -97,6 +107,8 @@ class Coordinator:
     def join(self, nonce: str, rank: int, now_s: float) -> Member:
         """See `Membership.join`."""
         member = self._membership.join(nonce, rank, now_s)
+        for server in self._servers:
+            self._tell(server, AdmitTrainer(trainer_id=member.trainer_id))
         logger.info("trainer %d joined as rank %d", member.trainer_id, member.rank)
         return member
 
@@ -107,33 +119,46 @@ class Coordinator:
         member = self._membership.renew(trainer_id, now_s)
         member.sent_bytes, member.received_bytes, member.reported = sent_bytes, received_bytes, dict(reported)
 
-    def leave(self, push_id: PushId) -> None:
+    def leave(self, push_id: PushId, now_s: float) -> None:
         """Ends a trainer's lease; one that has ended already is no error."""
-        self._end_trainer(push_id.trainer_id)
+        self._end_trainer(push_id.trainer_id, now_s)
 
     # Models
 
-    def register(self, push_id: PushId, spec: ModelSpec, *, initialised: bool = False) -> Registration | None:
+    def register(
+        self, push_id: PushId, spec: ModelSpec, *, initialised: bool = False, replaces: int = 0
+    ) -> Registration | None:
         """Registers a model, or checks that it is the same as the registered one. None: ask again after a change.
 
         Args:
             initialised: this trainer has sent the initial values and every shard has acknowledged them. Its reports may
                 be under way still; it is not asked a second time.
+            replaces: epoch of the placement that the trainer gives up; 0: none. Once every attached trainer does so,
+                the model goes on with the new description, at the same round, with values and optimizer state of the
+                lowest rank.
 
         Raises:
-            TrainerEnded, LayoutMismatch, ModelFailed, UnsupportedModel, UnsupportedOptimizer, InvalidRequest
+            TrainerEnded, LayoutMismatch, ModelFailed, UnknownModel, UnsupportedModel, UnsupportedOptimizer,
+            InvalidRequest
         """
         self._membership.require(push_id.trainer_id)
         recorded = self._outcomes.find(push_id)
         if isinstance(recorded, Registration):
             return recorded
+        if replaces:
+            self._require_model(spec.name)
         model = self._models.get(spec.name)
         if model is None:
             model = self._create(spec)
             if model is None:
                 return None
-        model.require_same(spec)
         self._require_alive(model)
+        if replaces == model.epoch:
+            check_spec(spec)
+            if not model.propose(push_id.trainer_id, spec):
+                return None
+            model = self._replace(model)
+        model.require_same(spec)
         initialise = not initialised and model.may_initialise(push_id.trainer_id)
         if not initialise and model.state is not ModelState.READY:
             return None
@@ -141,22 +166,23 @@ class Coordinator:
         self._outcomes.record(push_id, registration)
         return registration
 
-    def attach(self, push_id: PushId, name: str) -> int:
-        """Expects a trainer in every round from now on; returns the last decided round.
+    def attach(self, push_id: PushId, name: str, now_s: float) -> Attachment:
+        """Expects a trainer in every round from now on.
 
         Raises:
             TrainerEnded, UnknownModel, ModelFailed
         """
         member = self._membership.require(push_id.trainer_id)
         recorded = self._outcomes.find(push_id)
-        if isinstance(recorded, int):
+        if isinstance(recorded, Attachment):
             return recorded
         model = self._require_model(name)
         self._require_alive(model)
-        last_round = model.rounds.attach(member.trainer_id, member.rank)
-        self._outcomes.record(push_id, last_round)
-        self._advance(model)
-        return last_round
+        model.rounds.attach(member.trainer_id, member.rank)
+        attachment = Attachment(round=model.rounds.round, step=model.rounds.step_of(member.trainer_id))
+        self._outcomes.record(push_id, attachment)
+        self._advance(model, now_s)
+        return attachment
 
     def drop_model(self, push_id: PushId, name: str) -> None:
         """Forgets a model and frees its shards; one that does not exist is no error."""
@@ -178,6 +204,8 @@ class Coordinator:
         model = self._models.get(name)
         if model is None:
             return f"servers: {len(self._alive_servers())} of {self._min_servers} have joined"
+        if model.not_proposed and model.state is ModelState.READY:
+            return f"the ranks {model.not_proposed} to change the model in the same way"
         if model.state is ModelState.CREATING:
             return f"shards to be made on {', '.join(model.servers)}"
         return f"initial values from trainer {model.initialiser}"
@@ -200,10 +228,9 @@ class Coordinator:
         if known is not None and known.incarnation == incarnation and not known.alive:
             raise ConfigError(f"the lease of server {name!r} has ended and its models have failed; restart it")
         self._servers[name] = _Server(name=name, address=address, incarnation=incarnation, heard_s=now_s)
+        self._tell(name, LivingTrainers(trainer_ids=tuple(each.trainer_id for each in self._membership.members)))
         for model in self._models.values():
             self._tell_again(name, model)
-        for trainer_id in sorted(self._membership.ended):
-            self._tell(name, EndTrainer(trainer_id=trainer_id))
 
     def server_unlinked(self, name: str, incarnation: int) -> None:
         """A server's link broke; the server counts as alive until its lease ends."""
@@ -219,7 +246,7 @@ class Coordinator:
         server.heard_s = now_s
         return True
 
-    def report(self, server: str, report: Report) -> None:
+    def report(self, server: str, report: Report, now_s: float) -> None:
         """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
         model = self._models.get(report.model)
         if model is None or model.epoch != report.epoch or server not in model.servers:
@@ -233,8 +260,11 @@ class Coordinator:
                 for each in model.servers:
                     self._tell(each, self._ready_command(model))
         elif isinstance(report, Committed):
-            model.rounds.committed(server, report)
-            self._advance(model)
+            model.rounds.committed(server, report, now_s)
+            self._advance(model, now_s)
+        elif isinstance(report, Prepared):
+            model.rounds.prepared(server, report)
+            self._advance(model, now_s)
         elif isinstance(report, ShardFailed):
             self._fail(model, f"server {server} could not {report.failure}")
         else:
@@ -243,7 +273,7 @@ class Coordinator:
     # Time
 
     def expire(self, now_s: float) -> bool:
-        """Ends leases that have run out; returns whether there were any.
+        """Ends leases that have run out and rounds whose deadline has passed; returns whether anything changed.
 
         Call it often; after a pause of the caller's own, it extends leases first.
         """
@@ -254,13 +284,16 @@ class Coordinator:
                 member.lease_ends_s = min(member.lease_ends_s + pause_s, now_s + self.trainer_lease_s)
             for server in self._servers.values():
                 server.heard_s = min(server.heard_s + pause_s, now_s)
+            for model in self._models.values():
+                model.rounds.postpone(pause_s)
         overdue = self._membership.overdue(now_s)
         silent = [each for each in self._alive_servers() if now_s - each.heard_s > self.server_lease_s]
         for trainer_id in overdue:
-            self._end_trainer(trainer_id)
+            self._end_trainer(trainer_id, now_s)
         for server in silent:
             self._lose(server, f"nothing was heard from it for {self.server_lease_s:g} s")
-        return bool(overdue or silent)
+        decided = [self._advance(model, now_s) for model in self._models.values() if model.rounds.undecided]
+        return bool(overdue or silent or any(decided))
 
     def status(self, now_s: float) -> ClusterStatus:
         """What the cluster looks like now."""
@@ -269,7 +302,7 @@ class Coordinator:
                 ServerStatus(name=each.name, address=each.address, alive=each.alive, silent_s=now_s - each.heard_s)
                 for each in self._servers.values()
             ),
-            models=tuple(self._model_status(model) for model in self._models.values()),
+            models=tuple(self._model_status(model, now_s) for model in self._models.values()),
             trainers=tuple(
                 TrainerStatus(
                     trainer_id=member.trainer_id,
@@ -301,27 +334,49 @@ class Coordinator:
             self._tell(server, self._create_command(model, server))
         return model
 
+    def _replace(self, old: Model) -> Model:
+        """Puts another description in a model's place; its rounds and trainers go on."""
+        spec, initialiser = old.proposal
+        alive = sorted(self._alive_servers(), key=lambda each: each.name)
+        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1, replaced=old)
+        model.initialiser = initialiser
+        self._epoch += 1
+        self._models[spec.name] = model
+        logger.info("model %s goes on with another description from round %d on", spec.name, model.rounds.round)
+        for server in old.servers:
+            self._tell(server, DropShard(model=spec.name, epoch=old.epoch))
+        for server in model.servers:
+            self._tell(server, self._create_command(model, server))
+        return model
+
     def _create_command(self, model: Model, server: str) -> CreateShard:
         place = next(each for each in model.placement if each.server == server)
         return CreateShard(
-            spec=model.spec, epoch=model.epoch, first_bucket=place.first_bucket, last_bucket=place.last_bucket
+            spec=model.spec,
+            epoch=model.epoch,
+            runs=place.runs,
+            round=model.first_round,
+            version=model.first_version,
         )
 
     def _ready_command(self, model: Model) -> ModelReady:
         assert model.initialiser is not None
         return ModelReady(model=model.spec.name, epoch=model.epoch, initialiser=model.initialiser)
 
-    def _advance(self, model: Model) -> None:
-        while model.state is ModelState.READY and (decision := model.rounds.decide()) is not None:
+    def _advance(self, model: Model, now_s: float) -> bool:
+        """Decides what can be decided; whether that was anything."""
+        commands = model.rounds.advance(now_s) if model.state is ModelState.READY else []
+        for command in commands:
             for server in model.servers:
-                self._tell(server, Apply(model=model.spec.name, epoch=model.epoch, decision=decision))
+                self._tell(server, command)
+        return bool(commands)
 
     def _applied(self, model: Model, server: str, report: Applied) -> None:
         model.rounds.applied(server, report.round)
         model.shard_rounds[server] = max(model.shard_rounds[server], report.round)
         model.versions[server] = max(model.versions[server], report.version)
 
-    def _end_trainer(self, trainer_id: int) -> None:
+    def _end_trainer(self, trainer_id: int, now_s: float) -> None:
         if not self._membership.end(trainer_id):
             return
         logger.info("trainer %d has ended", trainer_id)
@@ -330,7 +385,9 @@ class Coordinator:
             self._tell(server, EndTrainer(trainer_id=trainer_id))
         for model in self._models.values():
             model.trainer_ended(trainer_id)
-            self._advance(model)
+            if model.deserted:
+                self._fail(model, "every trainer ended while its description was being changed")
+            self._advance(model, now_s)
 
     def _lose(self, server: _Server, why: str) -> None:
         server.alive = False
@@ -341,8 +398,8 @@ class Coordinator:
 
     def _fail(self, model: Model, why: str) -> None:
         model.fail(
-            f"model {model.spec.name!r} has failed: {why}. Its values on that server are gone; start the cluster again "
-            "and restore the model from where you saved it"
+            f"model {model.spec.name!r} has failed: {why}. Its values are gone; start the cluster again and "
+            "restore the model from where you saved it"
         )
         for server in model.servers:
             self._tell(server, FailModel(model=model.spec.name, epoch=model.epoch, reason=model.failure))
@@ -357,8 +414,8 @@ class Coordinator:
         self._tell(server, self._create_command(model, server))
         if model.state is ModelState.READY:
             self._tell(server, self._ready_command(model))
-        for decision in model.rounds.outstanding(server):
-            self._tell(server, Apply(model=name, epoch=epoch, decision=decision))
+        for command in model.rounds.outstanding(server):
+            self._tell(server, command)
 
     def _tell(self, server: str, command: Command) -> None:
         known = self._servers.get(server)
@@ -380,7 +437,8 @@ class Coordinator:
             raise ModelFailed(model.failure)
 
     @staticmethod
-    def _model_status(model: Model) -> ModelStatus:
+    def _model_status(model: Model, now_s: float) -> ModelStatus:
+        counts = model.rounds.statistics()
         arguments = ", ".join(f"{key}={value!r}" for key, value in model.spec.sync_policy_arguments.items())
         return ModelStatus(
             name=model.spec.name,
@@ -389,8 +447,12 @@ class Coordinator:
             sync_policy=f"{model.spec.sync_policy}({arguments})",
             optimizer=model.spec.optimizer,
             round=model.rounds.round,
-            waiting_for_ranks=tuple(model.rounds.waiting_for()),
+            waiting_for_ranks=tuple(model.rounds.waiting_for(now_s)),
             missing_trainers=model.rounds.missing_trainers,
+            num_accepted=counts.num_accepted,
+            num_rejected=counts.num_rejected,
+            num_skipped=counts.num_skipped,
+            staleness=counts.staleness,
             shards=tuple(
                 ShardStatus(
                     server=each.server,

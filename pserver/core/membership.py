@@ -31,10 +31,9 @@ class Membership:
 
     def __init__(self, *, lease_s: float, first_id: int) -> None:
         self.lease_s = lease_s
-        self._next_id = first_id
+        self._first_id = self._next_id = first_id
         self._members: dict[int, Member] = {}
         self._by_nonce: dict[str, int] = {}
-        self._ended: set[int] = set()
 
     def join(self, nonce: str, rank: int, now_s: float) -> Member:
         """Makes a member. The same nonce returns the same member; rank -1 takes the lowest free rank.
@@ -77,7 +76,7 @@ class Membership:
         member = self._members.get(trainer_id)
         if member is not None:
             return member
-        if trainer_id in self._ended:
+        if self._first_id <= trainer_id < self._next_id:
             raise TrainerEnded(
                 f"the lease of trainer {trainer_id} has ended (it left, or did not renew within {self.lease_s:g} s); "
                 "its id is refused for ever: connect again to join as a new trainer"
@@ -92,11 +91,7 @@ class Membership:
 
     def end(self, trainer_id: int) -> bool:
         """Ends a lease; returns False if it had ended before."""
-        member = self._members.pop(trainer_id, None)
-        if member is None:
-            return False
-        self._ended.add(trainer_id)
-        return True
+        return self._members.pop(trainer_id, None) is not None
 
     def overdue(self, now_s: float) -> list[int]:
         """Trainers whose lease has run out."""
@@ -106,8 +101,3 @@ class Membership:
     def members(self) -> tuple[Member, ...]:
         """Living trainers, in order of joining."""
         return tuple(self._members.values())
-
-    @property
-    def ended(self) -> frozenset[int]:
-        """Every id that is refused for ever."""
-        return frozenset(self._ended)

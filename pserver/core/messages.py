@@ -7,15 +7,18 @@ link between the two keeps their order. After a broken link both sides say again
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pserver.core.optimizers import optimizer_entry
+from pserver.core.rules import NO_RULES, GradientRules, NonFinite
 from pserver.types import GroupOptions
-from pserver.wire.layout import TensorSpec
+from pserver.wire.layout import Layout, TensorSpec, build_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that must agree between the trainers of a model.
 
-    `optimizer_groups` holds the constructor arguments of each parameter group, complete with defaults.
+    `optimizer_groups` holds the constructor arguments of each parameter group, complete with defaults; `buffers` names
+    the policy for the buffers that travel with every step (see `BUFFER_POLICIES`).
     """
 
     name: str
@@ -26,40 +29,88 @@ class ModelSpec:
     sync_policy: str
     sync_policy_arguments: Mapping[str, object]
     world_size: int
+    buffers: str
+
+    def layout(self) -> Layout:
+        """Where each tensor lies; raises as `build_layout` and `optimizer_entry` do."""
+        return build_layout(
+            self.tensors, self.bucket_bytes, whole_tensors=not optimizer_entry(self.optimizer).elementwise
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitInfo:
+    """What a trainer says with its last push of a step.
+
+    Attributes:
+        step: its own count, from 1.
+        base_round: round of the parameters that the gradient was computed on.
+        samples: weight of the gradient in the mean; 0: it contributes nothing.
+        options: numeric optimizer options per parameter group.
+        rules: what to do with the round's mean gradient.
+        overflow: its gradient has infinities because of loss scaling: nobody steps in this round.
+    """
+
+    step: int
+    base_round: int
+    samples: int
+    options: tuple[GroupOptions, ...]
+    rules: GradientRules = NO_RULES
+    overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlacement:
-    """One server's part of a model: buckets `first_bucket` to `last_bucket` (exclusive)."""
+    """One server's part of a model: runs of buckets, each from its first to before its last."""
 
     server: str
     address: str
-    first_bucket: int
-    last_bucket: int
+    runs: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One trainer's part in a decided round; `weight` is the integer factor of its gradient in the sum."""
+    """One trainer's part in a decided round.
+
+    `weight` is the integer factor of its gradient in the sum, `staleness` the number of rounds between the parameters
+    that it was computed on and this round.
+    """
 
     trainer_id: int
     rank: int
     step: int
     weight: int
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A round, decided once and applied identically by every shard.
 
-    The gradient stepped with is sum(weight * gradient) in order of rank, divided by `divisor`; with divisor 0 nothing
-    is stepped. `options` are the numeric optimizer options per parameter group.
+    The gradient stepped with is sum(weight * gradient) in order of rank, divided by `divisor`, multiplied by
+    `clip_coefficient`, each element limited to +-`clip_value`. With divisor 0 there is none.
+
+    Attributes:
+        buffers_from: trainer whose buffers become the model's; 0: those of nobody, or their mean, as the model says.
+        options: numeric optimizer options per parameter group.
+        skip: why nothing is stepped; "" if it is. Buffers are taken all the same.
+        overflow: loss scaling overflowed on some trainer; the reason for `skip`.
+        error: name of the error that every trainer in the round raises with `skip`; "" for none.
+        grad_norm, num_nonfinite: as in `StepResult`.
     """
 
     round: int
     contributions: tuple[Contribution, ...]
     divisor: int
     options: tuple[GroupOptions, ...]
+    buffers_from: int = 0
+    clip_coefficient: float = 1.0
+    clip_value: float | None = None
+    skip: str = ""
+    overflow: bool = False
+    error: str = ""
+    grad_norm: float | None = None
+    num_nonfinite: int = 0
 
 
 # Commands: coordinator -> server
@@ -67,12 +118,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateShard:
-    """Make a shard of these buckets."""
+    """Make a shard of these buckets; its last round and version are those of the placement that it replaces."""
 
     spec: ModelSpec
     epoch: int
-    first_bucket: int
-    last_bucket: int
+    runs: tuple[range, ...]
+    round: int = 0
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +143,47 @@ class Apply:
     model: str
     epoch: int
     decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Compute the mean gradient of a round and report what its decision needs to know (see `Prepared`).
+
+    `plan` is the decision as far as it is known; `look_for_nonfinite`: count NaN and infinite elements.
+    """
+
+    model: str
+    epoch: int
+    plan: Decision
+    look_for_nonfinite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """A step enters no round: free its gradients and tell its trainer. `round` is the last decided one."""
+
+    model: str
+    epoch: int
+    trainer_id: int
+    step: int
+    round: int
+    staleness: int
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitTrainer:
+    """A trainer has joined: take what it sends."""
+
+    trainer_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivingTrainers:
+    """All trainers whose lease runs, for a server that may have missed joins and ends. Everybody else has ended."""
+
+    trainer_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +210,18 @@ class DropShard:
     epoch: int
 
 
-Command = CreateShard | ModelReady | Apply | EndTrainer | FailModel | DropShard
+Command = (
+    CreateShard
+    | ModelReady
+    | Prepare
+    | Apply
+    | Reject
+    | AdmitTrainer
+    | LivingTrainers
+    | EndTrainer
+    | FailModel
+    | DropShard
+)
 
 # Reports: server -> coordinator
 
@@ -146,9 +250,23 @@ class Committed:
     model: str
     epoch: int
     trainer_id: int
-    step: int
-    samples: int
-    options: tuple[GroupOptions, ...]
+    commit: CommitInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a shard knows about the mean gradient of a round.
+
+    Attributes:
+        squares: for each of its stepped buckets the sum of squared absolute values, computed in float64.
+        nonfinite: by trainer, if it was asked to look.
+    """
+
+    model: str
+    epoch: int
+    round: int
+    squares: tuple[float, ...]
+    nonfinite: tuple[NonFinite, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,4 +288,4 @@ class ShardFailed:
     failure: str
 
 
-Report = ShardCreated | ShardInitialised | Committed | Applied | ShardFailed
+Report = ShardCreated | ShardInitialised | Committed | Prepared | Applied | ShardFailed

@@ -1,15 +1,19 @@
 """One model as the coordinator sees it: creating -> initialising -> ready, or failed."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 
 from pserver.core.messages import ModelSpec, ShardPlacement
 from pserver.core.optimizers import check_groups
 from pserver.core.placement import place_buckets
-from pserver.core.rounds import RoundBook
+from pserver.core.rounds import BUFFER_POLICIES, RoundBook
 from pserver.core.sync import make_policy
 from pserver.errors import InvalidRequest, LayoutMismatch
-from pserver.wire.layout import build_layout, first_difference
+from pserver.wire.layout import Layout, first_difference
+
+MAX_NAME_LENGTH = 255
+MAX_WORLD_SIZE = 1 << 20
 
 
 class ModelState(Enum):
@@ -28,41 +32,52 @@ class Model:
         spec: as its first trainer sees it.
         servers: (name, address) of the servers to place it on.
         epoch: of this placement.
+        replaced: the model in whose place it comes, with its rounds and trainers.
 
     Raises:
         UnsupportedModel, UnsupportedOptimizer, InvalidRequest: the model cannot be distributed.
     """
 
-    def __init__(self, spec: ModelSpec, servers: Sequence[tuple[str, str]], epoch: int) -> None:
-        if not spec.name or len(spec.name) > 255:
-            raise InvalidRequest(f"a model's name must have 1 to 255 characters, got {spec.name!r}")
-        if not 1 <= spec.world_size <= 1 << 20:
-            raise InvalidRequest(f"world_size must be in 1..2**20, but is {spec.world_size}")
-        check_groups(spec.optimizer, spec.optimizer_groups)
-        layout = build_layout(spec.tensors, spec.bucket_bytes)
-        groups = max(tensor.group for tensor in spec.tensors) + 1
-        if groups > len(spec.optimizer_groups):
-            raise InvalidRequest(f"tensors name {groups} groups, but {len(spec.optimizer_groups)} were described")
+    def __init__(
+        self, spec: ModelSpec, servers: Sequence[tuple[str, str]], epoch: int, replaced: "Model | None" = None
+    ) -> None:
+        layout = check_spec(spec)
+        policy = make_policy(spec.sync_policy, spec.sync_policy_arguments)
         self.spec = spec
         self.epoch = epoch
         self.state = ModelState.CREATING
         self.failure = ""
         self.initialiser: int | None = None
         self.placement = tuple(
-            ShardPlacement(server=name, address=address, first_bucket=run.start, last_bucket=run.stop)
-            for (name, address), run in zip(servers, place_buckets(layout, len(servers)), strict=True)
-            if run
+            ShardPlacement(server=name, address=address, runs=runs)
+            for (name, address), runs in zip(servers, place_buckets(layout, len(servers)), strict=True)
         )
-        policy = make_policy(spec.sync_policy, spec.sync_policy_arguments)
-        self.rounds = RoundBook(policy, self.servers, spec.world_size)
-        self.versions = dict.fromkeys(self.servers, 0)
-        self.shard_rounds = dict.fromkeys(self.servers, 0)
+        names = [each.name for each in spec.tensors]
+        if replaced is None:
+            self.rounds = RoundBook(
+                policy,
+                model=spec.name,
+                names=names,
+                servers=self.servers,
+                epoch=epoch,
+                world_size=spec.world_size,
+                buffers=spec.buffers,
+            )
+        else:
+            self.rounds = replaced.rounds
+            self.rounds.move(names, self.servers, epoch)
+        self._replaces = replaced is not None
+        self.first_round = self.rounds.round
+        self.first_version: int = 0 if replaced is None else max(replaced.versions.values(), default=0)
+        self.versions: dict[str, int] = dict.fromkeys(self.servers, self.first_version)
+        self.shard_rounds = dict.fromkeys(self.servers, self.rounds.round)
         self.shard_bytes = {
-            each.server: sum(bucket.num_master_bytes for bucket in layout.buckets[each.first_bucket : each.last_bucket])
+            each.server: sum(layout.buckets[index].num_master_bytes for run in each.runs for index in run)
             for each in self.placement
         }
         self._created: set[str] = set()
         self._initialised: set[str] = set()
+        self._proposals: dict[int, ModelSpec] = {}
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -75,25 +90,42 @@ class Model:
         Raises:
             LayoutMismatch: naming the first difference.
         """
-        difference = first_difference(self.spec.tensors, offered.tensors)
-        if difference is None:
-            for field in (
-                "optimizer",
-                "optimizer_groups",
-                "sync_policy",
-                "sync_policy_arguments",
-                "bucket_bytes",
-                "world_size",
-            ):
-                ours, theirs = getattr(self.spec, field), getattr(offered, field)
-                if ours != theirs:
-                    difference = f"{field}: expected {ours}, got {theirs}"
-                    break
-        if difference is not None:
-            raise LayoutMismatch(
-                f"model {self.spec.name!r} is registered with another description; {difference}. Build the model and "
-                "its optimizer in the same way and order on every trainer, or register it under another name"
-            )
+        _require_same(self.spec, offered, "is registered with another description")
+
+    # Replacing
+
+    def propose(self, trainer_id: int, spec: ModelSpec) -> bool:
+        """Notes that a trainer wants to go on with another description; True once every attached one does.
+
+        Raises:
+            LayoutMismatch: another trainer proposes something else; names the first difference.
+            InvalidRequest: the trainer is not attached, or the policy or world size would change.
+        """
+        if trainer_id not in self.rounds.attached:
+            raise InvalidRequest(f"trainer {trainer_id} is not attached to model {self.spec.name!r}; attach first")
+        for field in ("name", "sync_policy", "sync_policy_arguments", "world_size", "buffers"):
+            if getattr(spec, field) != getattr(self.spec, field):
+                raise InvalidRequest(
+                    f"model {self.spec.name!r}: {field} cannot be changed from {getattr(self.spec, field)!r} to "
+                    f"{getattr(spec, field)!r} while it is trained"
+                )
+        for proposed in self._proposals.values():
+            _require_same(proposed, spec, "is being changed by other trainers in another way")
+        self._proposals[trainer_id] = spec
+        return self._proposals.keys() >= self.rounds.attached
+
+    @property
+    def proposal(self) -> tuple[ModelSpec, int]:
+        """What was proposed, and the lowest-ranked trainer that did: its values and optimizer state count."""
+        trainer_id = min(self._proposals, key=self.rounds.rank_of)
+        return self._proposals[trainer_id], trainer_id
+
+    @property
+    def not_proposed(self) -> list[int]:
+        """Ranks that a change of the description waits for."""
+        return sorted(self.rounds.rank_of(each) for each in self.rounds.attached - self._proposals.keys())
+
+    # Becoming ready
 
     def shard_created(self, server: str) -> None:
         """Notes that a shard exists."""
@@ -122,11 +154,48 @@ class Model:
     def trainer_ended(self, trainer_id: int) -> None:
         """Lets another trainer initialise if the initialiser has gone, and expects the trainer in no round."""
         self.rounds.remove(trainer_id)
+        self._proposals.pop(trainer_id, None)
         if self.initialiser == trainer_id and self.state is ModelState.INITIALISING:
             self.initialiser = None
             self._initialised.clear()
+
+    @property
+    def deserted(self) -> bool:
+        """Whether it is being put in the place of another, and nobody is left who has the values."""
+        return (
+            self._replaces and self.state in (ModelState.CREATING, ModelState.INITIALISING) and not self.rounds.attached
+        )
 
     def fail(self, reason: str) -> None:
         """Ends the model; the first reason is kept."""
         if self.state is not ModelState.FAILED:
             self.state, self.failure = ModelState.FAILED, reason
+
+
+def check_spec(spec: ModelSpec) -> Layout:
+    """The layout of a described model; takes no memory for its values.
+
+    Raises:
+        UnsupportedModel, UnsupportedOptimizer, InvalidRequest: the model cannot be distributed.
+    """
+    if not spec.name or len(spec.name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"a model's name must have 1 to {MAX_NAME_LENGTH} characters, got {spec.name[:64]!r}")
+    if not 1 <= spec.world_size <= MAX_WORLD_SIZE:
+        raise InvalidRequest(f"world_size must be in 1..{MAX_WORLD_SIZE}, but is {spec.world_size}")
+    if spec.buffers not in BUFFER_POLICIES:
+        raise InvalidRequest(f"buffers must be one of {list(BUFFER_POLICIES)}, but is {spec.buffers!r}")
+    layout = spec.layout()
+    check_groups(spec.optimizer, spec.optimizer_groups, spec.tensors)
+    return layout
+
+
+def _require_same(ours: ModelSpec, theirs: ModelSpec, what: str) -> None:
+    difference = first_difference(ours.tensors, theirs.tensors)
+    for field in fields(ModelSpec):
+        if difference is None and getattr(ours, field.name) != getattr(theirs, field.name):
+            difference = f"{field.name}: expected {getattr(ours, field.name)}, got {getattr(theirs, field.name)}"
+    if difference is not None:
+        raise LayoutMismatch(
+            f"model {ours.name!r} {what}; {difference}. Build the model and its optimizer in the same way and order on "
+            "every trainer, or register it under another name"
+        )

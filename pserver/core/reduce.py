@@ -37,3 +37,18 @@ def weighted_mean_(gradients: Sequence[torch.Tensor], weights: Sequence[int], di
     if divisor != 1:
         total.div_(divisor)
     return total
+
+
+def sum_of_squares(gradient: torch.Tensor) -> float:
+    """Sum of the squared absolute values of a tensor's elements, in float64."""
+    norm = torch.linalg.vector_norm(gradient.reshape(-1), dtype=_wide(gradient.dtype)).item()
+    return float(norm * norm)
+
+
+def count_nonfinite(gradient: torch.Tensor) -> int:
+    """How many elements are NaN or infinite."""
+    return gradient.numel() - int(torch.isfinite(gradient).sum().item())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64

@@ -1,69 +1,171 @@
 """Rounds of one model: who is expected, what has arrived, what was decided."""
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
-from pserver.core.messages import Committed, Contribution, Decision
+from pserver.core.messages import (
+    Apply,
+    Command,
+    CommitInfo,
+    Committed,
+    Contribution,
+    Decision,
+    Prepare,
+    Prepared,
+    Reject,
+)
 from pserver.core.reduce import weights_and_divisor
-from pserver.core.sync import RoundView, SyncPolicy, Verdict
-from pserver.types import GroupOptions
+from pserver.core.rules import GradientRules, treat
+from pserver.core.sync import MemberView, Offer, RoundView, SyncPolicy, Verdict
+
+#: Buffers that travel with every step: of the lowest rank, their mean, or not at all.
+BUFFER_POLICIES = ("lowest", "mean", "local")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Commit:
-    samples: int
-    options: tuple[GroupOptions, ...]
+class _Waiting:
+    """A commit; `offer` once every shard has it."""
+
+    commit: CommitInfo
     servers: set[str] = field(default_factory=set)
+    offer: Offer | None = None
+    since_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Expected:
     rank: int
-    counted_step: int = 0
-    counted_round: int = 0
+    told_round: int  # the last round when this trainer was last told what became of its step
+    clock: int
+    settled_step: int = 0  # the last step that has been decided or refused
     seen_step: int = 0
-    commits: dict[int, _Commit] = field(default_factory=dict)
+    commits: dict[int, _Waiting] = field(default_factory=dict)
+    latest: CommitInfo | None = None
+    rejection: Reject | None = None
+
+    @property
+    def waiting(self) -> _Waiting | None:
+        """The first commit that every shard has."""
+        whole = (self.commits[step] for step in sorted(self.commits) if self.commits[step].offer is not None)
+        return next(whole, None)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Preparing:
+    """A round whose members are decided, while shards look at its mean gradient."""
+
+    command: Prepare
+    rules: GradientRules
+    reports: dict[str, Prepared] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStatistics:
+    """Counts of gradients accepted and rejected, of rounds in which nothing was stepped, and gradients by staleness."""
+
+    num_accepted: int
+    num_rejected: int
+    num_skipped: int
+    staleness: Mapping[int, int]
 
 
 class RoundBook:
     """Decides rounds. A commit counts only once every shard has reported it, so a round is whole or absent everywhere.
 
+    Not thread-safe. Times are those of the caller's clock, in seconds.
+
     Args:
-        policy: says when a round closes.
+        policy: says who is in a round.
+        model: its name, for commands.
+        names: of the model's tensors.
         servers: owners of the model's shards.
-        world_size: trainers that must have attached before the first round.
+        epoch: of their placement.
+        world_size: trainers that must have attached before the first round, if the policy wants them gathered.
+        buffers: one of `BUFFER_POLICIES`.
     """
 
-    def __init__(self, policy: SyncPolicy, servers: Iterable[str], world_size: int) -> None:
+    def __init__(
+        self,
+        policy: SyncPolicy,
+        *,
+        model: str,
+        names: Sequence[str],
+        servers: Iterable[str],
+        epoch: int,
+        world_size: int,
+        buffers: str,
+    ) -> None:
         self.policy = policy
         self.round = 0
+        self._model = model
         self._world_size = world_size
-        self._started = False
+        self._buffers = buffers
+        self._started = not policy.gathers
         self._expected: dict[int, _Expected] = {}
-        self._applied: dict[str, int] = dict.fromkeys(servers, 0)
-        self._outstanding: deque[Decision] = deque()
+        self._num_arrived = 0
+        self._num_accepted = self._num_rejected = self._num_skipped = 0
+        self._staleness: Counter[int] = Counter()
+        self.move(names, servers, epoch)
 
-    def attach(self, trainer_id: int, rank: int) -> int:
-        """Expects a trainer from the next round on; returns the last decided round. Repeating it changes nothing."""
+    def move(self, names: Sequence[str], servers: Iterable[str], epoch: int) -> None:
+        """Goes on with the shards of another placement, which start at the last round. No commit may be waiting."""
+        self._names = tuple(names)
+        self._epoch = epoch
+        self._applied: dict[str, int] = dict.fromkeys(servers, self.round)
+        self._outstanding: deque[Decision] = deque()
+        self._preparing: _Preparing | None = None
+        for trainer in self._expected.values():
+            trainer.commits.clear()
+            trainer.latest = trainer.rejection = None
+
+    # Who is expected
+
+    def attach(self, trainer_id: int, rank: int) -> None:
+        """Expects a trainer from the next round on. Repeating it changes nothing."""
         if trainer_id not in self._expected:
-            self._expected[trainer_id] = _Expected(rank=rank, counted_round=self.round)
+            clock = min((each.clock for each in self._expected.values()), default=0)
+            self._expected[trainer_id] = _Expected(rank=rank, told_round=self.round, clock=clock)
             self._started = self._started or len(self._expected) >= self._world_size
-        return self.round
 
     def remove(self, trainer_id: int) -> None:
         """Expects a trainer no more; what it has committed enters no round that is not decided yet."""
         self._expected.pop(trainer_id, None)
 
-    def committed(self, server: str, report: Committed) -> None:
+    @property
+    def attached(self) -> frozenset[int]:
+        """Ids of the trainers that are expected."""
+        return frozenset(self._expected)
+
+    def rank_of(self, trainer_id: int) -> int:
+        """Rank of a trainer that is expected."""
+        return self._expected[trainer_id].rank
+
+    # What shards report
+
+    def committed(self, server: str, report: Committed, now_s: float) -> None:
         """Notes that one shard has everything of a trainer's step. Repeats and reports of the past change nothing."""
         trainer = self._expected.get(report.trainer_id)
         if trainer is None or server not in self._applied:
             return
-        trainer.seen_step = max(trainer.seen_step, report.step)
-        if report.step > trainer.counted_step:
-            commit = trainer.commits.setdefault(report.step, _Commit(samples=report.samples, options=report.options))
-            commit.servers.add(server)
+        step = report.commit.step
+        trainer.seen_step = max(trainer.seen_step, step)
+        if step <= trainer.settled_step:
+            return
+        waiting = trainer.commits.setdefault(step, _Waiting(commit=report.commit))
+        waiting.servers.add(server)
+        if waiting.offer is None and waiting.servers >= self._applied.keys():
+            self._num_arrived += 1
+            # A round of the future is what no trainer can have seen.
+            base_round = max(0, min(report.commit.base_round, self.round))
+            waiting.offer = Offer(base_round=base_round, arrival=self._num_arrived)
+            waiting.since_s = now_s
+            trainer.latest = waiting.commit
+
+    def prepared(self, server: str, report: Prepared) -> None:
+        """Notes what a shard found in the gradient of the round that is being prepared."""
+        if self._preparing is not None and report.round == self._preparing.command.plan.round:
+            self._preparing.reports[server] = report
 
     def applied(self, server: str, round_number: int) -> None:
         """Notes that a shard has applied every round up to this one."""
@@ -73,51 +175,57 @@ class RoundBook:
         while self._outstanding and self._outstanding[0].round <= slowest:
             self._outstanding.popleft()
 
-    def decide(self) -> Decision | None:
-        """Closes the next round if the policy allows it. The decision is kept until every shard has applied it."""
-        if self.missing_trainers:
-            return None
-        ready = {trainer_id: step for trainer_id in self._expected if (step := self._complete_step(trainer_id))}
-        view = RoundView(
-            expected=frozenset(each.rank for each in self._expected.values()),
-            complete=frozenset(self._expected[trainer_id].rank for trainer_id in ready),
-        )
-        if self.policy.verdict(view) is not Verdict.CLOSE:
-            return None
-        order = sorted(ready, key=lambda trainer_id: self._expected[trainer_id].rank)
-        commits = [self._expected[trainer_id].commits[ready[trainer_id]] for trainer_id in order]
-        weights, divisor = weights_and_divisor([commit.samples for commit in commits])
-        self.round += 1
-        decision = Decision(
-            round=self.round,
-            contributions=tuple(
-                Contribution(
-                    trainer_id=trainer_id, rank=self._expected[trainer_id].rank, step=ready[trainer_id], weight=weight
-                )
-                for trainer_id, weight in zip(order, weights, strict=True)
-            ),
-            divisor=divisor,
-            options=commits[0].options,
-        )
-        for trainer_id in order:
-            trainer = self._expected[trainer_id]
-            trainer.counted_step, trainer.counted_round = ready[trainer_id], self.round
-            trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.counted_step}
-        self._outstanding.append(decision)
-        return decision
+    # Deciding
 
-    def outstanding(self, server: str) -> list[Decision]:
-        """Decisions that a shard has not reported as applied, in order."""
-        return [decision for decision in self._outstanding if decision.round > self._applied.get(server, 0)]
+    @property
+    def undecided(self) -> bool:
+        """Whether a gradient waits for its round, so that time alone may decide it."""
+        return any(each.waiting is not None for each in self._expected.values())
+
+    def advance(self, now_s: float) -> list[Command]:
+        """Decides what can be decided, and returns what every shard must hear of it, in order."""
+        commands: list[Command] = []
+        while not self.missing_trainers:
+            if self._preparing is not None:
+                if not self._preparing.reports.keys() >= self._applied.keys():
+                    break
+                commands.append(self._finish(self._preparing))
+                continue
+            verdict = self.policy.verdict(self._view(now_s))
+            if verdict.reject:
+                commands += self._reject(verdict)
+            elif verdict.take:
+                commands.append(self._close(verdict.take))
+            else:
+                break
+        return commands
+
+    def postpone(self, pause_s: float) -> None:
+        """Moves the deadline of the next round by the time in which nobody could report."""
+        for trainer in self._expected.values():
+            for waiting in trainer.commits.values():
+                waiting.since_s += pause_s
+
+    def outstanding(self, server: str) -> list[Command]:
+        """What a shard may have missed, in order."""
+        missed: list[Command] = [
+            self._apply(decision) for decision in self._outstanding if decision.round > self._applied.get(server, 0)
+        ]
+        if self._preparing is not None and server not in self._preparing.reports:
+            missed.append(self._preparing.command)
+        missed += [each.rejection for each in self._expected.values() if each.rejection is not None]
+        return missed
+
+    # For whoever looks
 
     @property
     def missing_trainers(self) -> int:
         """Trainers that must still attach before the first round; 0 once all were there together."""
         return 0 if self._started else self._world_size - len(self._expected)
 
-    def waiting_for(self) -> list[int]:
+    def waiting_for(self, now_s: float) -> list[int]:
         """Ranks whose commit the next round still lacks."""
-        return sorted(each.rank for key, each in self._expected.items() if not self._complete_step(key))
+        return sorted(self.policy.waiting_for(self._view(now_s)))
 
     def step_of(self, trainer_id: int) -> int:
         """A trainer's last step that any shard reported; 0 if none."""
@@ -125,11 +233,141 @@ class RoundBook:
         return trainer.seen_step if trainer else 0
 
     def lag_of(self, trainer_id: int) -> int:
-        """Rounds decided since a trainer's last contribution; 0 for one that is not expected."""
+        """Rounds decided since a trainer was last told what became of a step; 0 for one that is not expected."""
         trainer = self._expected.get(trainer_id)
-        return self.round - trainer.counted_round if trainer else 0
+        return self.round - trainer.told_round if trainer else 0
 
-    def _complete_step(self, trainer_id: int) -> int:
-        commits = self._expected[trainer_id].commits
-        whole = (step for step in sorted(commits) if commits[step].servers >= self._applied.keys())
-        return next(whole, 0)
+    def statistics(self) -> RoundStatistics:
+        """Counts since the model was registered."""
+        return RoundStatistics(
+            num_accepted=self._num_accepted,
+            num_rejected=self._num_rejected,
+            num_skipped=self._num_skipped,
+            staleness=dict(self._staleness),
+        )
+
+    # Inside
+
+    def _view(self, now_s: float) -> RoundView:
+        members: list[MemberView] = []
+        since_s = now_s
+        for trainer in self._expected.values():
+            waiting = trainer.waiting
+            offer = waiting.offer if waiting is not None else None
+            fresh = offer is not None and offer.base_round == self.round
+            in_step = trainer.told_round == self.round or fresh
+            members.append(MemberView(rank=trainer.rank, clock=trainer.clock, in_step=in_step, offer=offer))
+            since_s = min(since_s, waiting.since_s) if waiting is not None else since_s
+        return RoundView(round=self.round, members=tuple(members), waited_s=now_s - since_s)
+
+    def _reject(self, verdict: Verdict) -> list[Reject]:
+        rejections: list[Reject] = []
+        for trainer_id, trainer in self._expected.items():
+            if trainer.rank not in verdict.reject:
+                continue
+            waiting = self._settle(trainer)
+            trainer.rejection = Reject(
+                model=self._model,
+                epoch=self._epoch,
+                trainer_id=trainer_id,
+                step=waiting.commit.step,
+                round=self.round,
+                staleness=self.round - waiting.offer.base_round if waiting.offer is not None else 0,
+                reason=verdict.reject[trainer.rank],
+                error=verdict.error,
+            )
+            trainer.told_round = self.round
+            rejections.append(trainer.rejection)
+        self._num_rejected += len(rejections)
+        return rejections
+
+    def _close(self, ranks: frozenset[int]) -> Command:
+        """Makes the next round of these trainers' gradients: decided at once, or prepared if shards must look first."""
+        members = sorted((each.rank, key) for key, each in self._expected.items() if each.rank in ranks)
+        taken = [(key, rank, self._settle(self._expected[key])) for rank, key in members]
+        weights, divisor = weights_and_divisor([waiting.commit.samples for _, _, waiting in taken])
+        contributions = tuple(
+            Contribution(
+                trainer_id=key,
+                rank=rank,
+                step=waiting.commit.step,
+                weight=weight,
+                staleness=self.round - waiting.offer.base_round if waiting.offer is not None else 0,
+            )
+            for (key, rank, waiting), weight in zip(taken, weights, strict=True)
+        )
+        overflowed = [rank for _, rank, waiting in taken if waiting.commit.overflow]
+        leading = self._leading(taken[0][2].commit)
+        self.round += 1
+        for key, _, _ in taken:
+            trainer = self._expected[key]
+            trainer.told_round = self.round
+            trainer.clock += 1
+        skip = ""
+        if overflowed:
+            skip = f"loss scaling overflowed on the ranks {overflowed}; nobody stepped"
+        elif not divisor:
+            skip = "no trainer in the round contributed samples"
+        plan = Decision(
+            round=self.round,
+            contributions=contributions,
+            divisor=divisor,
+            options=leading.options,
+            buffers_from=self._buffers_from(contributions),
+            skip=skip,
+            overflow=bool(overflowed),
+            clip_value=leading.rules.clip_value,
+        )
+        if skip or not leading.rules.need_look:
+            return self._decide(plan)
+        command = Prepare(
+            model=self._model, epoch=self._epoch, plan=plan, look_for_nonfinite=leading.rules.look_for_nonfinite
+        )
+        self._preparing = _Preparing(command=command, rules=leading.rules)
+        return command
+
+    def _finish(self, preparing: _Preparing) -> Apply:
+        """Decides the round that was prepared."""
+        self._preparing = None
+        reports = preparing.reports.values()
+        treatment = treat(
+            preparing.rules,
+            [square for report in reports for square in report.squares],
+            [each for report in reports for each in report.nonfinite],
+            self._names,
+        )
+        return self._decide(replace(preparing.command.plan, **asdict(treatment)))
+
+    def _decide(self, decision: Decision) -> Apply:
+        self._outstanding.append(decision)
+        counted = [each.staleness for each in decision.contributions if each.weight]
+        self._num_accepted += len(counted)
+        self._num_skipped += bool(decision.skip)
+        self._staleness.update(counted)
+        return self._apply(decision)
+
+    def _apply(self, decision: Decision) -> Apply:
+        return Apply(model=self._model, epoch=self._epoch, decision=decision)
+
+    def _settle(self, trainer: _Expected) -> _Waiting:
+        """Takes a trainer's first whole commit off the book."""
+        waiting = trainer.waiting
+        assert waiting is not None
+        trainer.settled_step = waiting.commit.step
+        trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.settled_step}
+        trainer.rejection = None
+        return waiting
+
+    def _leading(self, otherwise: CommitInfo) -> CommitInfo:
+        """The last commit of the lowest rank: its options and rules count for everybody, so that schedules agree."""
+        known = [(each.rank, each.latest) for each in self._expected.values() if each.latest is not None]
+        return min(known, key=lambda each: each[0])[1] if known else otherwise
+
+    def _buffers_from(self, contributions: Sequence[Contribution]) -> int:
+        """The trainer whose buffers count: the lowest rank in the round, or nobody if that is not the lowest of all."""
+        if self._buffers != "lowest":
+            return 0
+        present = [each for each in contributions if each.weight]
+        if not present or (len(contributions) == 1 and present[0].rank != min(x.rank for x in self._expected.values())):
+            return 0
+        return present[0].trainer_id

@@ -3,30 +3,37 @@
 Nothing here waits, and nothing is thread-safe: the owner runs one call at a time.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
-from pserver.core.contexts import CommitInfo, ContextTable, GradientContext
+from pserver.core.contexts import ContextTable, GradientContext
 from pserver.core.dedup import DedupTable
 from pserver.core.messages import (
     Applied,
+    CommitInfo,
     Committed,
     Contribution,
     CreateShard,
     Decision,
+    Prepare,
+    Prepared,
+    Reject,
     Report,
     ShardCreated,
     ShardInitialised,
 )
+from pserver.core.optimizer_state import StatePiece
 from pserver.core.optimizers import check_options
-from pserver.core.reduce import weighted_mean_
+from pserver.core.reduce import count_nonfinite, sum_of_squares, weighted_mean_
+from pserver.core.rules import NonFinite
 from pserver.core.staging import Staging
 from pserver.core.stepping import BucketStepper
+from pserver.core.sync import make_policy
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import PushId, StepResult
-from pserver.wire.layout import STORED, Bucket, build_layout
+from pserver.wire.layout import BUFFERS, STORED, Bucket
 from pserver.wire.tensors import element_type, memory_of
 
 
@@ -42,9 +49,31 @@ class Done:
 
 Outcome = StepResult | Pending | Done
 
+#: Key under which the float32 master of a parameter in half precision travels with its optimizer state.
+MASTER_KEY = "master_param"
+
+BucketStates = Mapping[int, Sequence[StatePiece]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Initial:
+    """What one trainer offers to begin with: values, and optimizer state by bucket."""
+
+    values: dict[int, torch.Tensor]
+    state: BucketStates
+
+
+@dataclass(slots=True, kw_only=True)
+class _PreparedRound:
+    """A round whose gradients have been taken and averaged, but not stepped with yet."""
+
+    report: Prepared
+    contexts: list[GradientContext]
+    means: dict[int, torch.Tensor]
+
 
 class Shard:
-    """The buckets `first_bucket` to `last_bucket` of a model.
+    """Some buckets of a model.
 
     Args:
         command: what to make.
@@ -57,35 +86,32 @@ class Shard:
     def __init__(self, command: CreateShard) -> None:
         self.spec = command.spec
         self.epoch = command.epoch
-        self.layout = build_layout(command.spec.tensors, command.spec.bucket_bytes)
-        if not 0 <= command.first_bucket <= command.last_bucket <= len(self.layout.buckets):
-            raise InvalidRequest(
-                f"model {self.spec.name!r} has {len(self.layout.buckets)} buckets; expected a part of them, got "
-                f"{command.first_bucket} to {command.last_bucket}"
-            )
-        self.buckets: tuple[Bucket, ...] = self.layout.buckets[command.first_bucket : command.last_bucket]
-        self.trained: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group != STORED)
-        self.round = 0
-        self.version = 0
+        self.layout = command.spec.layout()
+        self.buckets: tuple[Bucket, ...] = self.layout.part(command.runs)
+        self.trained: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group >= 0)
+        self.exchanged: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group != STORED)
+        self.mixed_rounds = make_policy(self.spec.sync_policy, self.spec.sync_policy_arguments).mixed_rounds
+        self.round = command.round
+        self.version = command.version
         self.ready = False
         self.failure: str | None = None
-        self._initial: dict[int, dict[int, torch.Tensor]] = {}  # by trainer, until the coordinator says whose count
+        self._initial: dict[int, _Initial] = {}  # by trainer, until the coordinator says whose count
         self._values = {
             bucket.index: torch.zeros(bucket.num_elements, dtype=element_type(bucket.dtype).master)
             for bucket in self.buckets
         }
-        self._steppers = {
-            bucket.index: BucketStepper(
-                self.spec.optimizer,
-                self.spec.optimizer_groups[bucket.group],
-                self._values[bucket.index],
-                self.layout.segments[bucket.index],
-            )
-            for bucket in self.trained
-        }
+        self._buffer_buckets = frozenset(each.index for each in self.buckets if each.group == BUFFERS)
+        self._steppers = {bucket.index: self._stepper(bucket) for bucket in self.trained}
         self._contexts = ContextTable()
+        self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
         self._last_step: dict[int, int] = {}
+
+    def _stepper(self, bucket: Bucket) -> BucketStepper:
+        segments = self.layout.segments[bucket.index]
+        shapes = [self.layout.tensors[each.tensor].shape for each in segments] if self.layout.whole_tensors else None
+        group = self.spec.optimizer_groups[bucket.group]
+        return BucketStepper(self.spec.optimizer, group, self._values[bucket.index], segments, shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -115,12 +141,28 @@ class Shard:
 
     # Initial values
 
-    def initialise(self, push_id: PushId, staging: Staging) -> Report:
-        """Takes every value of this shard, to be used if the coordinator settles on this trainer's."""
+    def initialise(self, push_id: PushId, staging: Staging, state: BucketStates) -> Report:
+        """Takes every value of this shard, to be used if the coordinator settles on this trainer's.
+
+        Args:
+            staging: every bucket.
+            state: optimizer state by bucket; parameters without any begin as the optimizer's constructor leaves them.
+
+        Raises:
+            InvalidRequest: something is missing or does not fit, or the model is ready already.
+        """
         if self._outcomes.find(push_id) is None:
             if self.ready:
                 raise InvalidRequest(f"model {self.spec.name!r} is ready and trained; its values are not overwritten")
-            self._initial[push_id.trainer_id] = staging.complete()
+            values = staging.complete()
+            if unknown := state.keys() - self._steppers.keys():
+                raise InvalidRequest(
+                    f"optimizer state came for the buckets {sorted(unknown)}, which are not stepped here"
+                )
+            # The present state is nobody's yet: loading it shows whether it can be loaded.
+            for index, pieces in state.items():
+                self._load_(index, pieces)
+            self._initial[push_id.trainer_id] = _Initial(values=values, state=state)
             self._outcomes.record(push_id, Done())
         return ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=push_id.trainer_id)
 
@@ -132,26 +174,60 @@ class Shard:
         """
         if self.ready:
             return
-        if initialiser not in self._initial:
+        initial = self._initial.get(initialiser)
+        if initial is None:
             raise InternalError(
                 f"model {self.spec.name!r}: this shard lacks the initial values of trainer {initialiser}"
             )
-        for index, values in self._initial[initialiser].items():
+        for index, values in initial.values.items():
             self._values[index].copy_(values)
+        if any(each.state for each in self._initial.values()):
+            for index in self._steppers:
+                self._load_(index, initial.state.get(index, ()))
         self._initial.clear()
         self.ready = True
+
+    def _load_(self, bucket: int, pieces: Sequence[StatePiece]) -> None:
+        """Replaces a bucket's optimizer state, and masters if they are among it."""
+        masters = [each for each in pieces if each.key == MASTER_KEY]
+        self._steppers[bucket].load_state_([each for each in pieces if each.key != MASTER_KEY])
+        places = {(each.tensor, each.offset): each for each in self.layout.segments[bucket]}
+        for piece in masters:
+            place = places.get((piece.tensor, piece.start if piece.start is not None else 0))
+            if (
+                place is None
+                or not isinstance(piece.value, torch.Tensor)
+                or piece.value.numel() != place.stop - place.start
+            ):
+                raise InvalidRequest(f"the {MASTER_KEY} of tensor {piece.tensor} does not fit bucket {bucket}")
+            self._values[bucket][place.start : place.stop].copy_(piece.value.reshape(-1))
+
+    def state_pieces(self, bucket: int) -> list[StatePiece]:
+        """The optimizer state of a bucket, and its masters if trainers hold less precise values.
+
+        The tensors alias live state: valid until the next call that changes the shard.
+        """
+        pieces = self._steppers[bucket].state_pieces()
+        values = self._values[bucket]
+        if values.dtype != self.layout.buckets[bucket].dtype:
+            pieces += [
+                StatePiece(tensor=each.tensor, key=MASTER_KEY, start=each.offset, value=values[each.start : each.stop])
+                for each in self.layout.segments[bucket]
+            ]
+        return pieces
 
     # Gradients
 
     def push(
         self, push_id: PushId, context_id: int, staging: Staging, absent: Set[int], commit: CommitInfo | None
     ) -> Report | None:
-        """Adds a stream's gradients to a context; with a commit, the context is complete and waits for a round.
+        """Adds a stream's gradients and buffers to a context; with a commit, it is complete and waits for a round.
 
         A repeat changes nothing. Returns what the coordinator must hear, again on a repeat that still waits.
 
         Args:
-            staging: every trained bucket; may be empty with a commit, if earlier pushes brought the gradients.
+            staging: every exchanged bucket; may be empty with a commit, if earlier pushes brought the gradients or the
+                trainer contributes none (0 samples).
             absent: tensors without a gradient in this push.
         """
         known = self._outcomes.find(push_id)
@@ -162,20 +238,23 @@ class Shard:
                 raise InvalidRequest(f"absent tensors must be indices below {len(self.layout.tensors)}, got {absent}")
             if commit is not None:
                 self._check_commit(push_id.trainer_id, commit)
-            held = self._contexts.holds(push_id.trainer_id, context_id)
-            gradients = None if held and commit is not None and staging.empty else staging.complete()
+            dispensable = commit is not None and (
+                commit.samples == 0 or self._contexts.holds(push_id.trainer_id, context_id)
+            )
+            pushed = None if dispensable and staging.empty else staging.complete()
             context = self._contexts.open(push_id.trainer_id, context_id)
-            if gradients is not None:
-                context.add_(gradients, absent)
+            if pushed is not None:
+                context.add_(pushed, absent, self._buffer_buckets)
             if commit is None:
                 self._outcomes.record(push_id, Done())
             else:
-                context.commit, context.push_id = commit, push_id
+                self._contexts.commit(context, commit, push_id)
                 self._last_step[push_id.trainer_id] = commit.step
                 self._outcomes.record(push_id, Pending())
                 return self._report(context)
         elif isinstance(known, Pending):
-            return next((self._report(each) for each in self._contexts.committed() if each.push_id == push_id), None)
+            waiting = self._contexts.committed_by(push_id)
+            return self._report(waiting) if waiting is not None else None
         return None
 
     def outcome(self, push_id: PushId) -> Outcome | None:
@@ -196,6 +275,8 @@ class Shard:
             )
         if not 0 <= commit.samples < 1 << 40:
             raise InvalidRequest(f"samples must be in 0..2**40, but is {commit.samples}")
+        if commit.rules.clip_value is not None and any(each.dtype.is_complex for each in self.trained):
+            raise InvalidRequest("clip_value has no meaning for complex parameters; clip by max_norm")
         if len(commit.options) != len(self.spec.optimizer_groups):
             raise InvalidRequest(
                 f"model {self.spec.name!r} has {len(self.spec.optimizer_groups)} parameter groups; options came for "
@@ -206,16 +287,31 @@ class Shard:
 
     def _report(self, context: GradientContext) -> Committed:
         assert context.commit is not None
-        return Committed(
-            model=self.spec.name,
-            epoch=self.epoch,
-            trainer_id=context.trainer_id,
-            step=context.commit.step,
-            samples=context.commit.samples,
-            options=context.commit.options,
-        )
+        return Committed(model=self.spec.name, epoch=self.epoch, trainer_id=context.trainer_id, commit=context.commit)
 
     # Rounds
+
+    def prepare(self, command: Prepare) -> Prepared:
+        """Takes a round's gradients and averages them; repeating it changes nothing.
+
+        Raises:
+            InternalError: this shard lacks a contribution. The model cannot go on.
+            ModelFailed: it has failed before.
+        """
+        self._check_next(command.plan)
+        if self._prepared is None:
+            contexts = [self._take(each) for each in command.plan.contributions]
+            nonfinite = self._nonfinite(contexts) if command.look_for_nonfinite else ()
+            means = self._means(command.plan, contexts)
+            report = Prepared(
+                model=self.spec.name,
+                epoch=self.epoch,
+                round=command.plan.round,
+                squares=tuple(sum_of_squares(means[bucket.index]) for bucket in self.trained),
+                nonfinite=nonfinite,
+            )
+            self._prepared = _PreparedRound(report=report, contexts=contexts, means=means)
+        return self._prepared.report
 
     def apply(self, decision: Decision) -> Applied:
         """Applies a round; one that is applied already changes nothing.
@@ -224,28 +320,52 @@ class Shard:
             InternalError: a round was left out, or this shard lacks a contribution. The model cannot go on.
             ModelFailed: it has failed before.
         """
-        if self.failure is not None:
-            raise ModelFailed(self.failure)
-        if decision.round <= self.round:
+        if self.failure is None and decision.round <= self.round:
             return self.applied()
-        if decision.round != self.round + 1:
-            raise InternalError(f"round {decision.round} came after round {self.round}: one in between is missing")
-        contexts = [self._take(each) for each in decision.contributions]
-        if decision.divisor:
-            self._step(decision, contexts)
+        self._check_next(decision)
+        prepared, self._prepared = self._prepared, None
+        contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
+        if decision.divisor and not decision.skip:
+            means = prepared.means if prepared else self._means(decision, contexts)
+            self._step(decision, contexts, means)
             self.version += 1
+        if decision.divisor:
+            self._take_buffers(decision, contexts)
         self.round = decision.round
-        result = StepResult(
-            round=decision.round, accepted=True, reason="", num_trainers=len(contexts), options=decision.options
-        )
-        for context in contexts:
+        for contribution, context in zip(decision.contributions, contexts, strict=True):
             if context.push_id is not None:
-                self._outcomes.record(context.push_id, result)
+                self._outcomes.record(context.push_id, _result(decision, contribution))
         return self.applied()
+
+    def reject(self, command: Reject) -> None:
+        """Frees a commit that enters no round; one that is not here changes nothing."""
+        context = self._contexts.take_committed(command.trainer_id, command.step)
+        if context is not None and context.push_id is not None:
+            assert context.commit is not None
+            result = StepResult(
+                round=command.round,
+                accepted=False,
+                stepped=False,
+                overflow=False,
+                reason=command.reason,
+                error=command.error,
+                num_trainers=0,
+                staleness=command.staleness,
+                grad_norm=None,
+                num_nonfinite=0,
+                options=context.commit.options,
+            )
+            self._outcomes.record(context.push_id, result)
 
     def applied(self) -> Applied:
         """The report of the last applied round."""
         return Applied(model=self.spec.name, epoch=self.epoch, round=self.round, version=self.version)
+
+    def _check_next(self, decision: Decision) -> None:
+        if self.failure is not None:
+            raise ModelFailed(self.failure)
+        if decision.round != self.round + 1:
+            raise InternalError(f"round {decision.round} came after round {self.round}: one in between is missing")
 
     def _take(self, contribution: Contribution) -> GradientContext:
         context = self._contexts.take_committed(contribution.trainer_id, contribution.step)
@@ -256,16 +376,51 @@ class Shard:
             )
         return context
 
-    def _step(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
+    def _nonfinite(self, contexts: Iterable[GradientContext]) -> tuple[NonFinite, ...]:
+        found: list[NonFinite] = []
+        for context in contexts:
+            for bucket in self.trained if context.buckets else ():
+                gradient = context.buckets[bucket.index]
+                for segment in self.layout.segments[bucket.index] if count_nonfinite(gradient) else ():
+                    if count := count_nonfinite(gradient[segment.start : segment.stop]):
+                        found.append(NonFinite(trainer_id=context.trainer_id, tensor=segment.tensor, count=count))
+        return tuple(found)
+
+    def _means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
+        """The mean gradient by bucket; uses up the contexts' gradients."""
         counted = [
-            (each, context) for each, context in zip(decision.contributions, contexts, strict=True) if each.weight
+            (each.weight, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight
         ]
-        absent = frozenset.intersection(*(frozenset(context.absent or ()) for _, context in counted))
+        means: dict[int, torch.Tensor] = {}
         for bucket in self.trained:
             master = self._values[bucket.index].dtype
             gradients = [context.buckets.pop(bucket.index).to(master) for _, context in counted]
-            mean = weighted_mean_(gradients, [each.weight for each, _ in counted], decision.divisor)
+            means[bucket.index] = weighted_mean_(gradients, [weight for weight, _ in counted], decision.divisor)
+        return means
+
+    def _step(self, decision: Decision, contexts: Sequence[GradientContext], means: Mapping[int, torch.Tensor]) -> None:
+        counted = [ctx for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
+        absent = frozenset.intersection(*(frozenset(context.absent or ()) for context in counted))
+        for bucket in self.trained:
+            mean = means[bucket.index]
+            if decision.clip_coefficient != 1.0:
+                mean.mul_(decision.clip_coefficient)
+            if decision.clip_value is not None:
+                mean.clamp_(-decision.clip_value, decision.clip_value)
             self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
+
+    def _take_buffers(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
+        """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""
+        counted = [(each, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
+        if self.spec.buffers == "lowest":
+            counted = [(each, ctx) for each, ctx in counted if each.trainer_id == decision.buffers_from]
+        for index in self._buffer_buckets if counted else ():
+            values = self._values[index]
+            if len(counted) > 1 and (values.is_floating_point() or values.is_complex()):
+                offered = [context.buckets.pop(index).to(values.dtype) for _, context in counted]
+                values.copy_(weighted_mean_(offered, [each.weight for each, _ in counted], decision.divisor))
+            else:
+                values.copy_(counted[0][1].buckets[index])
 
     # Everything else
 
@@ -284,8 +439,27 @@ class Shard:
         return found
 
     def end_trainer(self, trainer_id: int) -> None:
-        """Frees everything of a trainer whose lease has ended."""
+        """Frees everything of a trainer whose lease has ended; what it has in a round that is decided stays in it."""
         self._contexts.end_trainer(trainer_id)
+        for context in self._prepared.contexts if self._prepared is not None else ():
+            if context.trainer_id == trainer_id:
+                context.push_id = None
         self._initial.pop(trainer_id, None)
         self._outcomes.forget_trainer(trainer_id)
         self._last_step.pop(trainer_id, None)
+
+
+def _result(decision: Decision, contribution: Contribution) -> StepResult:
+    return StepResult(
+        round=decision.round,
+        accepted=True,
+        stepped=not decision.skip,
+        overflow=decision.overflow,
+        reason=decision.skip,
+        error=decision.error,
+        num_trainers=len(decision.contributions),
+        staleness=contribution.staleness,
+        grad_norm=decision.grad_norm,
+        num_nonfinite=decision.num_nonfinite,
+        options=decision.options,
+    )

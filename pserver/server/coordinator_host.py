@@ -8,7 +8,7 @@ from pserver.clock import Clock
 from pserver.config import ServerSettings
 from pserver.core.coordinator import Coordinator, Registration
 from pserver.core.messages import Command, ModelSpec, Report
-from pserver.core.optimizers import check_groups
+from pserver.core.models import check_spec
 from pserver.errors import DeadlineExceeded
 from pserver.server.changed import Changed
 from pserver.transport.deadline import Deadline
@@ -91,7 +91,9 @@ class CoordinatorHost:
                 link.tell(command)
         self._changed.notify()
 
-    async def register(self, push_id: PushId, spec: ModelSpec, *, initialised: bool, wait_s: float) -> Registration:
+    async def register(
+        self, push_id: PushId, spec: ModelSpec, *, initialised: bool, replaces: int, wait_s: float
+    ) -> Registration:
         """Registers a model and waits until this trainer can go on.
 
         Raises:
@@ -100,9 +102,9 @@ class CoordinatorHost:
         deadline = Deadline(wait_s)
         if not self.core.knows(spec.name):
             # The first optimizer of a process makes torch import its compiler, which takes seconds.
-            await asyncio.to_thread(check_groups, spec.optimizer, spec.optimizer_groups)
+            await asyncio.to_thread(check_spec, spec)
         while True:
-            registration = self.core.register(push_id, spec, initialised=initialised)
+            registration = self.core.register(push_id, spec, initialised=initialised, replaces=replaces)
             self.changed()
             if registration is not None:
                 return registration
@@ -140,7 +142,7 @@ class CoordinatorHost:
         if not self.core.server_heard(link.name, self.now_s()):
             link.end()
         elif report is not None:
-            self.core.report(link.name, report)
+            self.core.report(link.name, report, self.now_s())
             self.changed()
 
     async def _expire_forever(self) -> None:

@@ -13,6 +13,7 @@ from pserver.transport.convert import (
     spec_from_proto,
     status_to_proto,
 )
+from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.methods import first_of
 from pserver.types import PROTOCOL_VERSION
@@ -41,7 +42,7 @@ class CoordinatorService:
         return pb.RenewReply(lease_s=self._host.core.trainer_lease_s)
 
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
-        self._host.core.leave(push_id_from_proto(request.push_id))
+        self._host.core.leave(push_id_from_proto(request.push_id), self._host.now_s())
         self._host.changed()
         return pb.LeaveReply()
 
@@ -50,7 +51,8 @@ class CoordinatorService:
             push_id_from_proto(request.push_id),
             spec_from_proto(request.spec),
             initialised=request.initialised,
-            wait_s=request.wait_s,
+            replaces=request.replaces,
+            wait_s=check_wait_s(request.wait_s),
         )
         return pb.RegisterModelReply(
             initialise=registration.initialise,
@@ -59,9 +61,9 @@ class CoordinatorService:
         )
 
     async def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        last_round = self._host.core.attach(push_id_from_proto(request.push_id), request.model)
+        attachment = self._host.core.attach(push_id_from_proto(request.push_id), request.model, self._host.now_s())
         self._host.changed()
-        return pb.AttachReply(round=last_round)
+        return pb.AttachReply(round=attachment.round, step=attachment.step)
 
     async def drop_model(self, request: pb.DropModelRequest) -> pb.DropModelReply:
         self._host.core.drop_model(push_id_from_proto(request.push_id), request.model)

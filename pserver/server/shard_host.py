@@ -8,19 +8,24 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pserver.core.messages import (
+    AdmitTrainer,
     Apply,
     Command,
     CreateShard,
     DropShard,
     EndTrainer,
     FailModel,
+    LivingTrainers,
     ModelReady,
+    Prepare,
+    Reject,
     Report,
     ShardCreated,
     ShardFailed,
 )
+from pserver.core.optimizer_state import StatePiece
 from pserver.core.shard import Shard
-from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded, UnknownModel
+from pserver.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TrainerEnded, UnknownModel
 from pserver.server.changed import Changed
 from pserver.transport.deadline import Deadline
 from pserver.types import PushId, StepResult
@@ -32,6 +37,8 @@ T = TypeVar("T")
 
 #: A shard below this size is worked on where the message arrived: a thread switch would cost more.
 INLINE_BYTES = 256 << 10
+#: A trainer may be here before the news of its joining; its messages wait this long, in seconds.
+ADMISSION_WAIT_S = 5.0
 
 
 class HostedShard:
@@ -53,6 +60,16 @@ class HostedShard:
     def trained(self) -> Sequence[Bucket]:
         """Buckets that an optimizer steps."""
         return self._shard.trained
+
+    @property
+    def exchanged(self) -> Sequence[Bucket]:
+        """Buckets that travel with every step."""
+        return self._shard.exchanged
+
+    @property
+    def mixed_rounds(self) -> bool:
+        """Whether a trainer may read some buckets of one round and some of another."""
+        return self._shard.mixed_rounds
 
     @property
     def epoch(self) -> int:
@@ -116,6 +133,11 @@ class HostedShard:
         async with self._lock:
             return self._shard.round, copy(self._shard.read(bucket.index))
 
+    async def read_state(self, bucket: Bucket, copy: Callable[[list[StatePiece]], T]) -> tuple[int, T]:
+        """What `copy` makes of a bucket's optimizer state, and the round it is of."""
+        async with self._lock:
+            return self._shard.round, copy(self._shard.state_pieces(bucket.index))
+
     def _check_failed(self) -> None:
         if self._shard.failure is not None:
             raise ModelFailed(self._shard.failure)
@@ -131,7 +153,9 @@ class ShardHost:
     def __init__(self, name: str) -> None:
         self.name = name
         self._shards: dict[str, HostedShard] = {}
-        self._ended: set[int] = set()
+        self._living: set[int] = set()
+        self._highest_id = 0
+        self._trainers_changed = Changed()
         # One thread: torch parallelises inside, and every thread that calls it would keep a pool of its own.
         self._arithmetic = ThreadPoolExecutor(1, thread_name_prefix="pserver-arithmetic")
         self._send: Callable[[Report], None] = lambda report: None
@@ -162,19 +186,28 @@ class ShardHost:
         Raises:
             TrainerEnded
         """
-        if trainer_id in self._ended:
+        if trainer_id not in self._living:
             raise TrainerEnded(
                 f"server {self.name}: the lease of trainer {trainer_id} has ended; its id is refused for ever: connect "
                 "again to join as a new trainer"
             )
 
+    async def _require_admitted(self, trainer_id: int) -> None:
+        deadline = Deadline(ADMISSION_WAIT_S)
+        while trainer_id > self._highest_id:
+            if not await self._trainers_changed.wait(deadline.remaining_s()):
+                raise InvalidRequest(
+                    f"server {self.name}: trainer {trainer_id} has not joined this cluster; join the coordinator first"
+                )
+        self.require_living(trainer_id)
+
     async def require(self, model: str, epoch: int, fingerprint: int, trainer_id: int) -> HostedShard:
         """The shard that a trainer's message is for.
 
         Raises:
-            TrainerEnded, UnknownModel, ModelFailed, StaleEpoch, LayoutMismatch
+            TrainerEnded, InvalidRequest, UnknownModel, ModelFailed, StaleEpoch, LayoutMismatch
         """
-        self.require_living(trainer_id)
+        await self._require_admitted(trainer_id)
         hosted = self._shards.get(model)
         if hosted is None:
             raise UnknownModel(
@@ -189,6 +222,13 @@ class ShardHost:
         """Carries out one command of the coordinator; commands come one after the other."""
         if isinstance(command, CreateShard):
             await self._create(command)
+        elif isinstance(command, AdmitTrainer):
+            self._admit(command.trainer_id)
+        elif isinstance(command, LivingTrainers):
+            for trainer_id in self._living - set(command.trainer_ids):
+                await self._end_trainer(trainer_id)
+            for trainer_id in command.trainer_ids:
+                self._admit(trainer_id)
         elif isinstance(command, EndTrainer):
             await self._end_trainer(command.trainer_id)
         else:
@@ -197,11 +237,19 @@ class ShardHost:
                 return
             if isinstance(command, Apply):
                 await self._apply(hosted, command)
+            elif isinstance(command, Prepare):
+                await self._prepare(hosted, command)
+            elif isinstance(command, Reject):
+                async with hosted.exclusive() as shard:
+                    shard.reject(command)
+                hosted.wake()
             elif isinstance(command, DropShard):
                 del self._shards[command.model]
-                await self._fail(hosted, f"model {command.model!r} was dropped")
+                logger.info("shard of model %s, epoch %d, is freed", command.model, command.epoch)
+                await self._end(hosted, f"model {command.model!r} was dropped, or replaced by another description")
             elif isinstance(command, FailModel):
-                await self._fail(hosted, command.reason)
+                logger.error("%s", command.reason)
+                await self._end(hosted, command.reason)
             else:
                 await self._make_ready(hosted, command)
 
@@ -235,10 +283,20 @@ class ShardHost:
         hosted.wake()
         self.report(report)
 
-    async def _give_up(self, hosted: HostedShard, command: Apply | ModelReady, doing: str, error: Exception) -> None:
+    async def _prepare(self, hosted: HostedShard, command: Prepare) -> None:
+        try:
+            report = await hosted.work(lambda shard: shard.prepare(command))
+        except Exception as error:
+            await self._give_up(hosted, command, f"prepare round {command.plan.round}", error)
+            return
+        self.report(report)
+
+    async def _give_up(
+        self, hosted: HostedShard, command: Prepare | Apply | ModelReady, doing: str, error: Exception
+    ) -> None:
         """Whatever torch raised: the model has failed on this shard, and everybody hears it."""
         failure = self._report_failure(command.model, command.epoch, doing, error)
-        await self._fail(hosted, f"model {command.model!r} has failed: server {self.name} could not {failure}")
+        await self._end(hosted, f"model {command.model!r} has failed: server {self.name} could not {failure}")
 
     def _report_failure(self, model: str, epoch: int, doing: str, error: Exception) -> str:
         logger.error("model %s: could not %s", model, doing, exc_info=error)
@@ -246,14 +304,20 @@ class ShardHost:
         self.report(ShardFailed(model=model, epoch=epoch, failure=failure))
         return failure
 
-    async def _fail(self, hosted: HostedShard, reason: str) -> None:
+    async def _end(self, hosted: HostedShard, reason: str) -> None:
+        """Nothing is applied any more; everybody who waits is told why."""
         async with hosted.exclusive() as shard:
             shard.failure = shard.failure or reason
-        logger.error("%s", reason)
         hosted.wake()
 
+    def _admit(self, trainer_id: int) -> None:
+        self._living.add(trainer_id)
+        self._highest_id = max(self._highest_id, trainer_id)
+        self._trainers_changed.notify()
+
     async def _end_trainer(self, trainer_id: int) -> None:
-        self._ended.add(trainer_id)
+        self._living.discard(trainer_id)
+        self._highest_id = max(self._highest_id, trainer_id)
         for hosted in self._shards.values():
             async with hosted.exclusive() as shard:
                 shard.end_trainer(trainer_id)

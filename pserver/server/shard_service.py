@@ -3,14 +3,23 @@
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
+from pserver.core.optimizer_state import StatePiece
 from pserver.core.staging import Staging
+from pserver.core.state_staging import StateStaging
 from pserver.errors import MixedRounds
 from pserver.server.shard_host import HostedShard, ShardHost
 from pserver.transport.chunks import ChunkPacker
-from pserver.transport.convert import commit_from_proto, outcome_to_proto, push_id_from_proto
+from pserver.transport.convert import (
+    commit_from_proto,
+    outcome_to_proto,
+    push_id_from_proto,
+    state_chunk_from_proto,
+)
+from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import shards_pb2 as pb
-from pserver.transport.gen.types_pb2 import Chunk
+from pserver.transport.gen.types_pb2 import Chunk, StateChunk
 from pserver.transport.methods import first_of
+from pserver.transport.state_chunks import state_messages
 from pserver.wire.layout import Bucket
 
 
@@ -24,42 +33,52 @@ class ShardService:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
-        staging = Staging(hosted.buckets)
+        staging, states = Staging(hosted.buckets), StateStaging()
         _stage(staging, first)
+        _stage_state(states, first)
         async for request in requests:
             _stage(staging, request)
+            _stage_state(states, request)
         self._host.require_living(push_id.trainer_id)
-        self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging)))
+        state = states.complete()
+        self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging, state)))
         return pb.InitialiseReply()
 
     async def pull(self, request: pb.PullRequest) -> AsyncIterator[pb.PullReply]:
         hosted = await self._require(request.shard, request.trainer_id)
-        await hosted.reach(request.min_round, request.wait_s)
-        buckets = hosted.buckets if request.include_buffers else hosted.trained
+        await hosted.reach(request.min_round, check_wait_s(request.wait_s))
+        buckets = hosted.buckets if request.include_all else hosted.exchanged
         async for round_number, chunks in _read(hosted, buckets):
             yield pb.PullReply(round=round_number, chunks=chunks)
+
+    async def pull_state(self, request: pb.PullStateRequest) -> AsyncIterator[pb.PullStateReply]:
+        hosted = await self._require(request.shard, request.trainer_id)
+        await hosted.reach(request.min_round, check_wait_s(request.wait_s))
+        async for round_number, chunks in _read_state(hosted):
+            yield pb.PullStateReply(round=round_number, state=chunks)
 
     async def step(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[pb.StepReply]:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
-        staging = Staging(hosted.trained)
+        staging = Staging(hosted.exchanged)
         last = first
         _stage(staging, first)
         async for last in requests:
             _stage(staging, last)
         self._host.require_living(push_id.trainer_id)
         commit = commit_from_proto(last.commit) if last.HasField("commit") else None
+        wait_s = check_wait_s(last.wait_s)
         absent = frozenset(first.absent_tensors)
         report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, staging, absent, commit))
         if report is not None:
             self._host.report(report)
         if commit is None:
             return
-        result = await hosted.outcome(push_id, last.commit.wait_s)
+        result = await hosted.outcome(push_id, wait_s)
         # The outcome rides on the first message: a second one costs a small step a good part of its time.
         outcome: pb.Outcome | None = outcome_to_proto(result)
-        async for round_number, chunks in _read(hosted, hosted.trained):
+        async for round_number, chunks in _read(hosted, hosted.exchanged):
             yield pb.StepReply(outcome=outcome, round=round_number, chunks=chunks)
             outcome = None
         if outcome is not None:
@@ -81,25 +100,52 @@ def _stage(staging: Staging, request: pb.InitialiseRequest | pb.StepRequest) -> 
         staging.add_chunk(chunk.bucket, chunk.offset_bytes, chunk.dtype, chunk.data)
 
 
+def _stage_state(states: StateStaging, request: pb.InitialiseRequest) -> None:
+    for chunk in request.state:
+        states.add_chunk(state_chunk_from_proto(chunk))
+
+
 async def _read(hosted: HostedShard, buckets: Iterable[Bucket]) -> AsyncIterator[tuple[int, list[Chunk]]]:
-    """The values of these buckets as messages, all of one round.
+    """The values of these buckets as messages, and the round they are of: the oldest, if the policy allows a mix.
 
     Raises:
         MixedRounds: a round was applied meanwhile.
     """
     packer = ChunkPacker()
-    first_round: int | None = None
+    last_round: int | None = None
     for bucket in buckets:
         round_number, messages = await hosted.read(bucket, partial(_packed, packer, bucket))
-        if first_round is None:
-            first_round = round_number
-        if round_number != first_round:
-            raise MixedRounds(f"round {round_number} was applied while values of round {first_round} were read")
+        if last_round is not None and last_round != round_number:
+            if not hosted.mixed_rounds:
+                raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
+            # A message may hold values of both; saying the older one hides no staleness.
+            round_number = last_round
+        last_round = round_number
         for chunks in messages:
             yield round_number, chunks
-    if first_round is not None and (rest := packer.rest()):
-        yield first_round, rest
+    if last_round is not None and (rest := packer.rest()):
+        yield last_round, rest
+
+
+async def _read_state(hosted: HostedShard) -> AsyncIterator[tuple[int, list[StateChunk]]]:
+    """The optimizer state as messages, and the round it is of: the oldest, if the policy allows a mix.
+
+    Raises:
+        MixedRounds: a round was applied meanwhile.
+    """
+    first_round: int | None = None
+    for bucket in hosted.trained:
+        round_number, messages = await hosted.read_state(bucket, partial(_packed_state, bucket))
+        first_round = round_number if first_round is None else first_round
+        if round_number != first_round and not hosted.mixed_rounds:
+            raise MixedRounds(f"round {round_number} was applied while state of round {first_round} was read")
+        for chunks in messages:
+            yield first_round, chunks
 
 
 def _packed(packer: ChunkPacker, bucket: Bucket, data: memoryview) -> list[list[Chunk]]:
     return list(packer.add(bucket, data))
+
+
+def _packed_state(bucket: Bucket, pieces: Iterable[StatePiece]) -> list[list[StateChunk]]:
+    return list(state_messages((bucket.index, piece) for piece in pieces))

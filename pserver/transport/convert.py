@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pserver.core import messages as core
-from pserver.core.contexts import CommitInfo
+from pserver.core.messages import CommitInfo
+from pserver.core.rules import GradientRules, NonFinite
+from pserver.core.state_staging import StateChunk
 from pserver.errors import InvalidRequest
 from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
 from pserver.types import (
@@ -76,6 +78,7 @@ def spec_to_proto(spec: core.ModelSpec) -> types_pb2.ModelSpec:
         sync_policy=spec.sync_policy,
         sync_policy_arguments=pack_value(dict(spec.sync_policy_arguments)),
         world_size=spec.world_size,
+        buffers=spec.buffers,
     )
 
 
@@ -92,23 +95,28 @@ def spec_from_proto(message: types_pb2.ModelSpec) -> core.ModelSpec:
         sync_policy=message.sync_policy,
         sync_policy_arguments=_map_from_bytes(message.sync_policy_arguments),
         world_size=message.world_size,
+        buffers=message.buffers,
     )
+
+
+def _runs_to_proto(runs: Iterable[range]) -> list[types_pb2.BucketRun]:
+    return [types_pb2.BucketRun(first=run.start, last=run.stop) for run in runs]
+
+
+def _runs_from_proto(messages: Iterable[types_pb2.BucketRun]) -> tuple[range, ...]:
+    return tuple(range(each.first, each.last) for each in messages)
 
 
 def placement_to_proto(placement: Iterable[core.ShardPlacement]) -> list[types_pb2.ShardPlacement]:
     return [
-        types_pb2.ShardPlacement(
-            server=each.server, address=each.address, first_bucket=each.first_bucket, last_bucket=each.last_bucket
-        )
+        types_pb2.ShardPlacement(server=each.server, address=each.address, runs=_runs_to_proto(each.runs))
         for each in placement
     ]
 
 
 def placement_from_proto(messages: Iterable[types_pb2.ShardPlacement]) -> tuple[core.ShardPlacement, ...]:
     return tuple(
-        core.ShardPlacement(
-            server=each.server, address=each.address, first_bucket=each.first_bucket, last_bucket=each.last_bucket
-        )
+        core.ShardPlacement(server=each.server, address=each.address, runs=_runs_from_proto(each.runs))
         for each in messages
     )
 
@@ -116,64 +124,102 @@ def placement_from_proto(messages: Iterable[types_pb2.ShardPlacement]) -> tuple[
 # Steps
 
 
-def commit_to_proto(commit: CommitInfo, wait_s: float) -> shards_pb2.Commit:
-    return shards_pb2.Commit(
+def commit_to_proto(commit: CommitInfo) -> types_pb2.Commit:
+    return types_pb2.Commit(
         step=commit.step,
         samples=commit.samples,
         options=options_to_bytes(commit.options),
-        wait_s=wait_s,
+        base_round=commit.base_round,
+        max_norm=commit.rules.max_norm,
+        clip_value=commit.rules.clip_value,
+        nonfinite=commit.rules.nonfinite,
+        overflow=commit.overflow,
     )
 
 
-def commit_from_proto(message: shards_pb2.Commit) -> CommitInfo:
+def commit_from_proto(message: types_pb2.Commit) -> CommitInfo:
     return CommitInfo(
         step=message.step,
         samples=message.samples,
         options=options_from_bytes(message.options),
+        base_round=message.base_round,
+        rules=GradientRules(
+            max_norm=_optional(message, "max_norm"),
+            clip_value=_optional(message, "clip_value"),
+            nonfinite=message.nonfinite,
+        ),
+        overflow=message.overflow,
     )
 
 
 def outcome_to_proto(result: StepResult) -> shards_pb2.Outcome:
-    return shards_pb2.Outcome(
-        round=result.round,
-        accepted=result.accepted,
-        reason=result.reason,
-        num_contributions=result.num_trainers,
-        options=options_to_bytes(result.options),
-    )
+    return _same(shards_pb2.Outcome, result, options=options_to_bytes(result.options))  # type: ignore[no-any-return]
 
 
 def outcome_from_proto(message: shards_pb2.Outcome) -> StepResult:
-    return StepResult(
-        round=message.round,
-        accepted=message.accepted,
-        reason=message.reason,
-        num_trainers=message.num_contributions,
+    return _back(  # type: ignore[no-any-return]
+        StepResult,
+        message,
         options=options_from_bytes(message.options),
+        grad_norm=_optional(message, "grad_norm"),
     )
 
 
 def _decision_to_proto(decision: core.Decision) -> types_pb2.Decision:
-    return types_pb2.Decision(
-        round=decision.round,
-        contributions=[
-            types_pb2.Contribution(trainer_id=each.trainer_id, rank=each.rank, step=each.step, weight=each.weight)
-            for each in decision.contributions
-        ],
-        divisor=decision.divisor,
+    return _same(  # type: ignore[no-any-return]
+        types_pb2.Decision,
+        decision,
+        contributions=[_same(types_pb2.Contribution, each) for each in decision.contributions],
         options=options_to_bytes(decision.options),
     )
 
 
 def _decision_from_proto(message: types_pb2.Decision) -> core.Decision:
-    return core.Decision(
-        round=message.round,
-        contributions=tuple(
-            core.Contribution(trainer_id=each.trainer_id, rank=each.rank, step=each.step, weight=each.weight)
-            for each in message.contributions
-        ),
-        divisor=message.divisor,
+    return _back(  # type: ignore[no-any-return]
+        core.Decision,
+        message,
+        contributions=tuple(_back(core.Contribution, each) for each in message.contributions),
         options=options_from_bytes(message.options),
+        clip_value=_optional(message, "clip_value"),
+        grad_norm=_optional(message, "grad_norm"),
+    )
+
+
+def _optional(message: Any, field: str) -> Any:
+    """A field's value; None if it is absent."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+# Optimizer state
+
+
+def state_chunk_to_proto(chunk: StateChunk) -> types_pb2.StateChunk:
+    return types_pb2.StateChunk(
+        bucket=chunk.bucket,
+        tensor=chunk.tensor,
+        key=chunk.key,
+        start=chunk.start,
+        shape=chunk.shape,
+        dtype=chunk.dtype_code,  # type: ignore[arg-type]
+        plain=pack_value(chunk.plain) if chunk.is_plain else None,
+        offset_bytes=chunk.offset_bytes,
+        data=chunk.data,
+    )
+
+
+def state_chunk_from_proto(message: types_pb2.StateChunk) -> StateChunk:
+    is_plain = message.HasField("plain")
+    return StateChunk(
+        bucket=message.bucket,
+        tensor=message.tensor,
+        key=message.key,
+        start=_optional(message, "start"),
+        shape=tuple(message.shape),
+        dtype_code=message.dtype,
+        is_plain=is_plain,
+        plain=unpack_value(message.plain) if is_plain else None,
+        offset_bytes=message.offset_bytes,
+        data=message.data,
     )
 
 
@@ -181,6 +227,8 @@ def _decision_from_proto(message: types_pb2.Decision) -> core.Decision:
 
 _PLAIN_COMMANDS = {
     "model_ready": core.ModelReady,
+    "reject": core.Reject,
+    "admit_trainer": core.AdmitTrainer,
     "end_trainer": core.EndTrainer,
     "fail_model": core.FailModel,
     "drop_shard": core.DropShard,
@@ -198,11 +246,18 @@ def command_to_proto(command: core.Command) -> coordinator_pb2.CoordinatorMessag
     if isinstance(command, core.CreateShard):
         message.create_shard.spec.CopyFrom(spec_to_proto(command.spec))
         message.create_shard.epoch = command.epoch
-        message.create_shard.first_bucket = command.first_bucket
-        message.create_shard.last_bucket = command.last_bucket
+        message.create_shard.runs.extend(_runs_to_proto(command.runs))
+        message.create_shard.round, message.create_shard.version = command.round, command.version
     elif isinstance(command, core.Apply):
         message.apply.model, message.apply.epoch = command.model, command.epoch
         message.apply.decision.CopyFrom(_decision_to_proto(command.decision))
+    elif isinstance(command, core.Prepare):
+        message.prepare.model, message.prepare.epoch = command.model, command.epoch
+        message.prepare.plan.CopyFrom(_decision_to_proto(command.plan))
+        message.prepare.look_for_nonfinite = command.look_for_nonfinite
+    elif isinstance(command, core.LivingTrainers):
+        message.living_trainers.SetInParent()
+        message.living_trainers.trainer_ids.extend(command.trainer_ids)
     else:
         _fill(message, _PLAIN_COMMANDS, command)
     return message
@@ -215,12 +270,23 @@ def command_from_proto(message: coordinator_pb2.CoordinatorMessage) -> core.Comm
         return core.CreateShard(
             spec=spec_from_proto(create.spec),
             epoch=create.epoch,
-            first_bucket=create.first_bucket,
-            last_bucket=create.last_bucket,
+            runs=_runs_from_proto(create.runs),
+            round=create.round,
+            version=create.version,
         )
     if kind == "apply":
         apply = message.apply
         return core.Apply(model=apply.model, epoch=apply.epoch, decision=_decision_from_proto(apply.decision))
+    if kind == "prepare":
+        prepare = message.prepare
+        return core.Prepare(
+            model=prepare.model,
+            epoch=prepare.epoch,
+            plan=_decision_from_proto(prepare.plan),
+            look_for_nonfinite=prepare.look_for_nonfinite,
+        )
+    if kind == "living_trainers":
+        return core.LivingTrainers(trainer_ids=tuple(message.living_trainers.trainer_ids))
     command: core.Command = _read(message, _PLAIN_COMMANDS, kind)
     return command
 
@@ -229,9 +295,11 @@ def report_to_proto(report: core.Report) -> coordinator_pb2.ServerMessage:
     message = coordinator_pb2.ServerMessage()
     if isinstance(report, core.Committed):
         message.committed.model, message.committed.epoch = report.model, report.epoch
-        message.committed.trainer_id, message.committed.step = report.trainer_id, report.step
-        message.committed.samples = report.samples
-        message.committed.options = options_to_bytes(report.options)
+        message.committed.trainer_id = report.trainer_id
+        message.committed.commit.CopyFrom(commit_to_proto(report.commit))
+    elif isinstance(report, core.Prepared):
+        nonfinite = [_same(coordinator_pb2.NonFinite, each) for each in report.nonfinite]
+        message.prepared.CopyFrom(_same(coordinator_pb2.Prepared, report, nonfinite=nonfinite))
     else:
         _fill(message, _PLAIN_REPORTS, report)
     return message
@@ -240,14 +308,18 @@ def report_to_proto(report: core.Report) -> coordinator_pb2.ServerMessage:
 def report_from_proto(message: coordinator_pb2.ServerMessage) -> core.Report:
     kind = message.WhichOneof("kind")
     if kind == "committed":
-        committed = message.committed
         return core.Committed(
-            model=committed.model,
-            epoch=committed.epoch,
-            trainer_id=committed.trainer_id,
-            step=committed.step,
-            samples=committed.samples,
-            options=options_from_bytes(committed.options),
+            model=message.committed.model,
+            epoch=message.committed.epoch,
+            trainer_id=message.committed.trainer_id,
+            commit=commit_from_proto(message.committed.commit),
+        )
+    if kind == "prepared":
+        return _back(  # type: ignore[no-any-return]
+            core.Prepared,
+            message.prepared,
+            squares=tuple(message.prepared.squares),
+            nonfinite=tuple(_back(NonFinite, each) for each in message.prepared.nonfinite),
         )
     report: core.Report = _read(message, _PLAIN_REPORTS, kind)
     return report
@@ -294,6 +366,7 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> ClusterStatus:
                 ModelStatus,
                 each,
                 waiting_for_ranks=tuple(each.waiting_for_ranks),
+                staleness=dict(each.staleness),
                 shards=tuple(_back(ShardStatus, shard) for shard in each.shards),
             )
             for each in message.models
@@ -308,4 +381,4 @@ def _same(message_type: Any, value: Any, **replaced: object) -> Any:
 
 
 def _back(cls: Any, message: Any, **replaced: object) -> Any:
-    return cls(**{name: replaced.get(name, getattr(message, name)) for name in cls.__dataclass_fields__})
+    return cls(**{n: replaced[n] if n in replaced else getattr(message, n) for n in cls.__dataclass_fields__})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
+from pserver.errors import DeadlineExceeded, InvalidRequest, PserverError, ServerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +17,19 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 #: A wait is mentioned once it has lasted this long.
 SAY_SO_AFTER_S = 2.0
+#: Longest wait that a caller may ask of a server, in seconds.
+LONGEST_WAIT_S = 7 * 86400.0
+
+
+def check_wait_s(wait_s: float) -> float:
+    """A wait that came over the wire, if it can be used.
+
+    Raises:
+        InvalidRequest: it is negative, NaN or absurdly long.
+    """
+    if not 0 <= wait_s <= LONGEST_WAIT_S:
+        raise InvalidRequest(f"wait_s must be in 0..{LONGEST_WAIT_S:g} seconds, but is {wait_s}")
+    return wait_s
 
 
 class Deadline:

@@ -63,16 +63,18 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RegisterModelRequest(_message.Message):
-    __slots__ = ("push_id", "spec", "wait_s", "initialised")
+    __slots__ = ("push_id", "spec", "wait_s", "initialised", "replaces")
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     INITIALISED_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     push_id: _types_pb2.PushId
     spec: _types_pb2.ModelSpec
     wait_s: float
     initialised: bool
-    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ..., initialised: _Optional[bool] = ...) -> None: ...
+    replaces: int
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ..., initialised: _Optional[bool] = ..., replaces: _Optional[int] = ...) -> None: ...
 
 class RegisterModelReply(_message.Message):
     __slots__ = ("initialise", "placement", "epoch")
@@ -93,10 +95,12 @@ class AttachRequest(_message.Message):
     def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("round",)
+    __slots__ = ("round", "step")
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     round: int
-    def __init__(self, round: _Optional[int] = ...) -> None: ...
+    step: int
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class DropModelRequest(_message.Message):
     __slots__ = ("push_id", "model")
@@ -137,7 +141,14 @@ class ServerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., silent_s: _Optional[float] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "state", "failure", "sync_policy", "optimizer", "round", "waiting_for_ranks", "missing_trainers", "shards")
+    __slots__ = ("name", "state", "failure", "sync_policy", "optimizer", "round", "waiting_for_ranks", "missing_trainers", "shards", "num_accepted", "num_rejected", "num_skipped", "staleness")
+    class StalenessEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +158,10 @@ class ModelStatus(_message.Message):
     WAITING_FOR_RANKS_FIELD_NUMBER: _ClassVar[int]
     MISSING_TRAINERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     failure: str
@@ -156,7 +171,11 @@ class ModelStatus(_message.Message):
     waiting_for_ranks: _containers.RepeatedScalarFieldContainer[int]
     missing_trainers: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., sync_policy: _Optional[str] = ..., optimizer: _Optional[str] = ..., round: _Optional[int] = ..., waiting_for_ranks: _Optional[_Iterable[int]] = ..., missing_trainers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+    num_accepted: int
+    num_rejected: int
+    num_skipped: int
+    staleness: _containers.ScalarMap[int, int]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., sync_policy: _Optional[str] = ..., optimizer: _Optional[str] = ..., round: _Optional[int] = ..., waiting_for_ranks: _Optional[_Iterable[int]] = ..., missing_trainers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_skipped: _Optional[int] = ..., staleness: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("server", "num_bytes", "round", "version")
@@ -198,7 +217,7 @@ class TrainerStatus(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ..., lag_rounds: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed")
+    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed", "prepared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +225,7 @@ class ServerMessage(_message.Message):
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SHARD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_created: ShardCreated
@@ -213,7 +233,8 @@ class ServerMessage(_message.Message):
     committed: Committed
     applied: Applied
     shard_failed: ShardFailed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ...) -> None: ...
+    prepared: Prepared
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("name", "address", "incarnation", "protocol")
@@ -250,20 +271,40 @@ class ShardInitialised(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("model", "epoch", "trainer_id", "step", "samples", "options")
+    __slots__ = ("model", "epoch", "trainer_id", "commit")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     trainer_id: int
-    step: int
-    samples: int
-    options: bytes
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., options: _Optional[bytes] = ...) -> None: ...
+    commit: _types_pb2.Commit
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ("model", "epoch", "round", "squares", "nonfinite")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    round: int
+    squares: _containers.RepeatedScalarFieldContainer[float]
+    nonfinite: _containers.RepeatedCompositeFieldContainer[NonFinite]
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., squares: _Optional[_Iterable[float]] = ..., nonfinite: _Optional[_Iterable[_Union[NonFinite, _Mapping]]] = ...) -> None: ...
+
+class NonFinite(_message.Message):
+    __slots__ = ("trainer_id", "tensor", "count")
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    tensor: int
+    count: int
+    def __init__(self, trainer_id: _Optional[int] = ..., tensor: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Applied(_message.Message):
     __slots__ = ("model", "epoch", "round", "version")
@@ -288,7 +329,7 @@ class ShardFailed(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard")
+    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CREATE_SHARD_FIELD_NUMBER: _ClassVar[int]
     MODEL_READY_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +337,10 @@ class CoordinatorMessage(_message.Message):
     END_TRAINER_FIELD_NUMBER: _ClassVar[int]
     FAIL_MODEL_FIELD_NUMBER: _ClassVar[int]
     DROP_SHARD_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    REJECT_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_TRAINER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_TRAINERS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     create_shard: CreateShard
     model_ready: ModelReady
@@ -303,7 +348,11 @@ class CoordinatorMessage(_message.Message):
     end_trainer: EndTrainer
     fail_model: FailModel
     drop_shard: DropShard
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ...) -> None: ...
+    prepare: Prepare
+    reject: Reject
+    admit_trainer: AdmitTrainer
+    living_trainers: LivingTrainers
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("lease_s",)
@@ -312,16 +361,18 @@ class Welcome(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class CreateShard(_message.Message):
-    __slots__ = ("spec", "epoch", "first_bucket", "last_bucket")
+    __slots__ = ("spec", "epoch", "runs", "round", "version")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
-    LAST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ModelSpec
     epoch: int
-    first_bucket: int
-    last_bucket: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., first_bucket: _Optional[int] = ..., last_bucket: _Optional[int] = ...) -> None: ...
+    runs: _containers.RepeatedCompositeFieldContainer[_types_pb2.BucketRun]
+    round: int
+    version: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_types_pb2.BucketRun, _Mapping]]] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ModelReady(_message.Message):
     __slots__ = ("model", "epoch", "initialiser")
@@ -342,6 +393,50 @@ class Apply(_message.Message):
     epoch: int
     decision: _types_pb2.Decision
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., decision: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("model", "epoch", "plan", "look_for_nonfinite")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FOR_NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    plan: _types_pb2.Decision
+    look_for_nonfinite: bool
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ..., look_for_nonfinite: _Optional[bool] = ...) -> None: ...
+
+class Reject(_message.Message):
+    __slots__ = ("model", "epoch", "trainer_id", "step", "round", "staleness", "reason", "error")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    trainer_id: int
+    step: int
+    round: int
+    staleness: int
+    reason: str
+    error: str
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., staleness: _Optional[int] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class AdmitTrainer(_message.Message):
+    __slots__ = ("trainer_id",)
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    def __init__(self, trainer_id: _Optional[int] = ...) -> None: ...
+
+class LivingTrainers(_message.Message):
+    __slots__ = ("trainer_ids",)
+    TRAINER_IDS_FIELD_NUMBER: _ClassVar[int]
+    trainer_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, trainer_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndTrainer(_message.Message):
     __slots__ = ("trainer_id",)

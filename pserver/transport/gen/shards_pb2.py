@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pserver.transport.gen import types_pb2 as pserver_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pserver/v1/shards.proto\x12\npserver.v1\x1a\x16pserver/v1/types.proto\"A\n\x0cShardAddress\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\"\x84\x01\n\x11InitialiseRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\"\x11\n\x0fInitialiseReply\"\x86\x01\n\x0bPullRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x17\n\x0finclude_buffers\x18\x04 \x01(\x08\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"=\n\tPullReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12!\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x11.pserver.v1.Chunk\"\xce\x01\n\x0bStepRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\x12!\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12\x16\n\x0e\x61\x62sent_tensors\x18\x05 \x03(\x05\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pserver.v1.Commit\"H\n\x06\x43ommit\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07samples\x18\x02 \x01(\x03\x12\x0f\n\x07options\x18\x03 \x01(\x0c\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\"c\n\tStepReply\x12$\n\x07outcome\x18\x01 \x01(\x0b\x32\x13.pserver.v1.Outcome\x12\r\n\x05round\x18\x02 \x01(\x03\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\"f\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x19\n\x11num_contributions\x18\x04 \x01(\x05\x12\x0f\n\x07options\x18\x05 \x01(\x0c\"v\n\x12\x44ropContextRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\"\x12\n\x10\x44ropContextReply2\x97\x02\n\x06Shards\x12J\n\nInitialise\x12\x1d.pserver.v1.InitialiseRequest\x1a\x1b.pserver.v1.InitialiseReply(\x01\x12\x38\n\x04Pull\x12\x17.pserver.v1.PullRequest\x1a\x15.pserver.v1.PullReply0\x01\x12:\n\x04Step\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply(\x01\x30\x01\x12K\n\x0b\x44ropContext\x12\x1e.pserver.v1.DropContextRequest\x1a\x1c.pserver.v1.DropContextReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pserver/v1/shards.proto\x12\npserver.v1\x1a\x16pserver/v1/types.proto\"A\n\x0cShardAddress\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\"\xab\x01\n\x11InitialiseRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12%\n\x05state\x18\x04 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\x11\n\x0fInitialiseReply\"\x82\x01\n\x0bPullRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x13\n\x0binclude_all\x18\x04 \x01(\x08\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"=\n\tPullReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12!\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x11.pserver.v1.Chunk\"r\n\x10PullStateRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\"F\n\x0ePullStateReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12%\n\x05state\x18\x02 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\xde\x01\n\x0bStepRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\x12!\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12\x16\n\x0e\x61\x62sent_tensors\x18\x05 \x03(\x05\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pserver.v1.Commit\x12\x0e\n\x06wait_s\x18\x07 \x01(\x01\"c\n\tStepReply\x12$\n\x07outcome\x18\x01 \x01(\x0b\x32\x13.pserver.v1.Outcome\x12\r\n\x05round\x18\x02 \x01(\x03\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\"\xe3\x01\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0cnum_trainers\x18\x04 \x01(\x05\x12\x0f\n\x07options\x18\x05 \x01(\x0c\x12\x0f\n\x07stepped\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x11\n\tstaleness\x18\x08 \x01(\x03\x12\x16\n\tgrad_norm\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rnum_nonfinite\x18\n \x01(\x03\x12\x10\n\x08overflow\x18\x0b \x01(\x08\x42\x0c\n\n_grad_norm\"v\n\x12\x44ropContextRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\"\x12\n\x10\x44ropContextReply2\xe0\x02\n\x06Shards\x12J\n\nInitialise\x12\x1d.pserver.v1.InitialiseRequest\x1a\x1b.pserver.v1.InitialiseReply(\x01\x12\x38\n\x04Pull\x12\x17.pserver.v1.PullRequest\x1a\x15.pserver.v1.PullReply0\x01\x12G\n\tPullState\x12\x1c.pserver.v1.PullStateRequest\x1a\x1a.pserver.v1.PullStateReply0\x01\x12:\n\x04Step\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply(\x01\x30\x01\x12K\n\x0b\x44ropContext\x12\x1e.pserver.v1.DropContextRequest\x1a\x1c.pserver.v1.DropContextReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDADDRESS']._serialized_start=63
   _globals['_SHARDADDRESS']._serialized_end=128
   _globals['_INITIALISEREQUEST']._serialized_start=131
-  _globals['_INITIALISEREQUEST']._serialized_end=263
-  _globals['_INITIALISEREPLY']._serialized_start=265
-  _globals['_INITIALISEREPLY']._serialized_end=282
-  _globals['_PULLREQUEST']._serialized_start=285
-  _globals['_PULLREQUEST']._serialized_end=419
-  _globals['_PULLREPLY']._serialized_start=421
-  _globals['_PULLREPLY']._serialized_end=482
-  _globals['_STEPREQUEST']._serialized_start=485
-  _globals['_STEPREQUEST']._serialized_end=691
-  _globals['_COMMIT']._serialized_start=693
-  _globals['_COMMIT']._serialized_end=765
-  _globals['_STEPREPLY']._serialized_start=767
-  _globals['_STEPREPLY']._serialized_end=866
-  _globals['_OUTCOME']._serialized_start=868
-  _globals['_OUTCOME']._serialized_end=970
-  _globals['_DROPCONTEXTREQUEST']._serialized_start=972
-  _globals['_DROPCONTEXTREQUEST']._serialized_end=1090
-  _globals['_DROPCONTEXTREPLY']._serialized_start=1092
-  _globals['_DROPCONTEXTREPLY']._serialized_end=1110
-  _globals['_SHARDS']._serialized_start=1113
-  _globals['_SHARDS']._serialized_end=1392
+  _globals['_INITIALISEREQUEST']._serialized_end=302
+  _globals['_INITIALISEREPLY']._serialized_start=304
+  _globals['_INITIALISEREPLY']._serialized_end=321
+  _globals['_PULLREQUEST']._serialized_start=324
+  _globals['_PULLREQUEST']._serialized_end=454
+  _globals['_PULLREPLY']._serialized_start=456
+  _globals['_PULLREPLY']._serialized_end=517
+  _globals['_PULLSTATEREQUEST']._serialized_start=519
+  _globals['_PULLSTATEREQUEST']._serialized_end=633
+  _globals['_PULLSTATEREPLY']._serialized_start=635
+  _globals['_PULLSTATEREPLY']._serialized_end=705
+  _globals['_STEPREQUEST']._serialized_start=708
+  _globals['_STEPREQUEST']._serialized_end=930
+  _globals['_STEPREPLY']._serialized_start=932
+  _globals['_STEPREPLY']._serialized_end=1031
+  _globals['_OUTCOME']._serialized_start=1034
+  _globals['_OUTCOME']._serialized_end=1261
+  _globals['_DROPCONTEXTREQUEST']._serialized_start=1263
+  _globals['_DROPCONTEXTREQUEST']._serialized_end=1381
+  _globals['_DROPCONTEXTREPLY']._serialized_start=1383
+  _globals['_DROPCONTEXTREPLY']._serialized_end=1401
+  _globals['_SHARDS']._serialized_start=1404
+  _globals['_SHARDS']._serialized_end=1756
 # @@protoc_insertion_point(module_scope)

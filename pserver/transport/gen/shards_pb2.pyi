@@ -18,32 +18,34 @@ class ShardAddress(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[int] = ...) -> None: ...
 
 class InitialiseRequest(_message.Message):
-    __slots__ = ("shard", "push_id", "chunks")
+    __slots__ = ("shard", "push_id", "chunks", "state")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     shard: ShardAddress
     push_id: _types_pb2.PushId
     chunks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
-    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ...) -> None: ...
+    state: _containers.RepeatedCompositeFieldContainer[_types_pb2.StateChunk]
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., state: _Optional[_Iterable[_Union[_types_pb2.StateChunk, _Mapping]]] = ...) -> None: ...
 
 class InitialiseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("shard", "trainer_id", "min_round", "include_buffers", "wait_s")
+    __slots__ = ("shard", "trainer_id", "min_round", "include_all", "wait_s")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_ROUND_FIELD_NUMBER: _ClassVar[int]
-    INCLUDE_BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_ALL_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     shard: ShardAddress
     trainer_id: int
     min_round: int
-    include_buffers: bool
+    include_all: bool
     wait_s: float
-    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., trainer_id: _Optional[int] = ..., min_round: _Optional[int] = ..., include_buffers: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., trainer_id: _Optional[int] = ..., min_round: _Optional[int] = ..., include_all: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("round", "chunks")
@@ -53,33 +55,43 @@ class PullReply(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
     def __init__(self, round: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ...) -> None: ...
 
+class PullStateRequest(_message.Message):
+    __slots__ = ("shard", "trainer_id", "min_round", "wait_s")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_ROUND_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    shard: ShardAddress
+    trainer_id: int
+    min_round: int
+    wait_s: float
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., trainer_id: _Optional[int] = ..., min_round: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class PullStateReply(_message.Message):
+    __slots__ = ("round", "state")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    state: _containers.RepeatedCompositeFieldContainer[_types_pb2.StateChunk]
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[_Iterable[_Union[_types_pb2.StateChunk, _Mapping]]] = ...) -> None: ...
+
 class StepRequest(_message.Message):
-    __slots__ = ("shard", "push_id", "context_id", "chunks", "absent_tensors", "commit")
+    __slots__ = ("shard", "push_id", "context_id", "chunks", "absent_tensors", "commit", "wait_s")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_TENSORS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     shard: ShardAddress
     push_id: _types_pb2.PushId
     context_id: int
     chunks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
     absent_tensors: _containers.RepeatedScalarFieldContainer[int]
-    commit: Commit
-    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., context_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., absent_tensors: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
-
-class Commit(_message.Message):
-    __slots__ = ("step", "samples", "options", "wait_s")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    samples: int
-    options: bytes
+    commit: _types_pb2.Commit
     wait_s: float
-    def __init__(self, step: _Optional[int] = ..., samples: _Optional[int] = ..., options: _Optional[bytes] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., context_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., absent_tensors: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("outcome", "round", "chunks")
@@ -92,18 +104,30 @@ class StepReply(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, _Mapping]] = ..., round: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("round", "accepted", "reason", "num_contributions", "options")
+    __slots__ = ("round", "accepted", "reason", "num_trainers", "options", "stepped", "error", "staleness", "grad_norm", "num_nonfinite", "overflow")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    NUM_CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINERS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPPED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    NUM_NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     round: int
     accepted: bool
     reason: str
-    num_contributions: int
+    num_trainers: int
     options: bytes
-    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., num_contributions: _Optional[int] = ..., options: _Optional[bytes] = ...) -> None: ...
+    stepped: bool
+    error: str
+    staleness: int
+    grad_norm: float
+    num_nonfinite: int
+    overflow: bool
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., num_trainers: _Optional[int] = ..., options: _Optional[bytes] = ..., stepped: _Optional[bool] = ..., error: _Optional[str] = ..., staleness: _Optional[int] = ..., grad_norm: _Optional[float] = ..., num_nonfinite: _Optional[int] = ..., overflow: _Optional[bool] = ...) -> None: ...
 
 class DropContextRequest(_message.Message):
     __slots__ = ("shard", "push_id", "context_id")

@@ -59,7 +59,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., group: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size")
+    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size", "buffers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class ModelSpec(_message.Message):
     SYNC_POLICY_FIELD_NUMBER: _ClassVar[int]
     SYNC_POLICY_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
@@ -76,19 +77,26 @@ class ModelSpec(_message.Message):
     sync_policy: str
     sync_policy_arguments: bytes
     world_size: int
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ...) -> None: ...
+    buffers: str
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ..., buffers: _Optional[str] = ...) -> None: ...
+
+class BucketRun(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class ShardPlacement(_message.Message):
-    __slots__ = ("server", "address", "first_bucket", "last_bucket")
+    __slots__ = ("server", "address", "runs")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
-    LAST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     server: str
     address: str
-    first_bucket: int
-    last_bucket: int
-    def __init__(self, server: _Optional[str] = ..., address: _Optional[str] = ..., first_bucket: _Optional[int] = ..., last_bucket: _Optional[int] = ...) -> None: ...
+    runs: _containers.RepeatedCompositeFieldContainer[BucketRun]
+    def __init__(self, server: _Optional[str] = ..., address: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[BucketRun, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("bucket", "offset_bytes", "dtype", "data")
@@ -103,25 +111,85 @@ class Chunk(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("trainer_id", "rank", "step", "weight")
+    __slots__ = ("trainer_id", "rank", "step", "weight", "staleness")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     trainer_id: int
     rank: int
     step: int
     weight: int
-    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+    staleness: int
+    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., weight: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("round", "contributions", "divisor", "options")
+    __slots__ = ("round", "contributions", "divisor", "options", "buffers_from", "clip_coefficient", "clip_value", "skip", "error", "grad_norm", "num_nonfinite", "overflow")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     DIVISOR_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FROM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    NUM_NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
     divisor: int
     options: bytes
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., divisor: _Optional[int] = ..., options: _Optional[bytes] = ...) -> None: ...
+    buffers_from: int
+    clip_coefficient: float
+    clip_value: float
+    skip: str
+    error: str
+    grad_norm: float
+    num_nonfinite: int
+    overflow: bool
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., divisor: _Optional[int] = ..., options: _Optional[bytes] = ..., buffers_from: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., clip_value: _Optional[float] = ..., skip: _Optional[str] = ..., error: _Optional[str] = ..., grad_norm: _Optional[float] = ..., num_nonfinite: _Optional[int] = ..., overflow: _Optional[bool] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("step", "samples", "options", "base_round", "max_norm", "clip_value", "nonfinite", "overflow")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BASE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    MAX_NORM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    samples: int
+    options: bytes
+    base_round: int
+    max_norm: float
+    clip_value: float
+    nonfinite: str
+    overflow: bool
+    def __init__(self, step: _Optional[int] = ..., samples: _Optional[int] = ..., options: _Optional[bytes] = ..., base_round: _Optional[int] = ..., max_norm: _Optional[float] = ..., clip_value: _Optional[float] = ..., nonfinite: _Optional[str] = ..., overflow: _Optional[bool] = ...) -> None: ...
+
+class StateChunk(_message.Message):
+    __slots__ = ("bucket", "tensor", "key", "start", "shape", "dtype", "plain", "offset_bytes", "data")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    tensor: int
+    key: str
+    start: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: DType
+    plain: bytes
+    offset_bytes: int
+    data: bytes
+    def __init__(self, bucket: _Optional[int] = ..., tensor: _Optional[int] = ..., key: _Optional[str] = ..., start: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., plain: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

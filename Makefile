@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test test-all test-gpu lint format protos check-protos bench clean
+.PHONY: venv demo demo-policies test test-all test-gpu lint format protos check-protos bench clean
 
 venv: $(STAMP)  ## the environment in .venv; does nothing if it is up to date
 
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv  ## trains a CNN on MNIST with 2 servers and 2 trainers; results in runs/mnist
 	$(BIN)/pserver launch --servers 2 --trainers 2 workers/mnist.py -- --out runs/mnist
+
+demo-policies: venv  ## MNIST under each sync policy with one slow trainer; picture and table in runs/policies
+	$(BIN)/python workers/compare_policies.py --out runs/policies
 
 test: venv  ## the default suite
 	$(BIN)/python -m pytest

@@ -23,12 +23,16 @@ _SERVE = (sys.executable, "-m", "pserver.cli.main", "serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What to run: `script` with `arguments` in `trainers` processes, on `servers` servers, for at most `timeout_s`."""
+    """What to run: `script` with `arguments` in `trainers` processes, on `servers` servers, for at most `timeout_s`.
+
+    `imports` are modules that every server imports first.
+    """
 
     servers: int
     trainers: int
     script: Path
     arguments: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
     timeout_s: float = math.inf
 
 
@@ -84,7 +88,10 @@ class _Launch:
         return supervisor.wait(supervisor.workers_ended, timeout_s=plan.timeout_s)
 
     def _start_server(self, name: str, *arguments: str) -> None:
-        self._supervisor.start(name, [*_SERVE, "--name", name, *arguments], environ=self._environ({}), service=True)
+        imports = [option for module in self._plan.imports for option in ("--import", module)]
+        self._supervisor.start(
+            name, [*_SERVE, "--name", name, *imports, *arguments], environ=self._environ({}), service=True
+        )
 
     def _start_trainer(self, rank: int) -> None:
         variables = {

@@ -5,7 +5,9 @@ import logging
 import math
 import secrets
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +59,15 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(help="Seconds that a shutdown by SIGTERM waits for work under way.")
     ] = _DEFAULT.drain_s,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            show_default=False,
+            help="Import this module first, for example one that registers an optimizer. May be repeated.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(case_sensitive=False, help="What to log on stderr.")] = LogLevel.INFO,
 ) -> None:
     """Run one server until SIGTERM (in order) or SIGINT (at once).
@@ -82,6 +93,7 @@ def serve(
         drain_s=drain_s,
     )
     logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
+    _import_all(imports or ())
     from pserver.server.process import run_server
 
     try:
@@ -110,6 +122,15 @@ def launch(
     timeout_s: Annotated[
         float | None, typer.Option(min=0, help="Stop, as a failure, after so many seconds. [default: never]")
     ] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            show_default=False,
+            help="Module that every server imports first. May be repeated.",
+        ),
+    ] = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Lines of progress instead of a live table.")] = False,
 ) -> None:
     """Start servers and trainers on this machine, and stop them all when the run ends, however it ends."""
@@ -121,6 +142,7 @@ def launch(
         trainers=trainers,
         script=script,
         arguments=tuple(arguments or ()),
+        imports=tuple(imports or ()),
         timeout_s=math.inf if timeout_s is None else timeout_s,
     )
     raise typer.Exit(run(plan, live=sys.stdout.isatty() and not no_live))
@@ -136,6 +158,22 @@ def status(
     from pserver.client.status import fetch_status
 
     show_status(fetch_status(address), as_json=as_json)
+
+
+def _import_all(modules: Iterable[str]) -> None:
+    """Imports modules by name; the current folder counts, as in `python -m`.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    sys.path.insert(0, "")
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"--import {module}: {error}; start the server where Python finds the module, or set PYTHONPATH"
+            ) from error
 
 
 def main() -> None:

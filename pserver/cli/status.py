@@ -35,8 +35,21 @@ def status_tables(status: ClusterStatus) -> Iterable[Table]:
     )
     yield text_table(
         "models",
-        ("name", "state", "policy", "optimizer", "round", "waiting for"),
-        [(m.name, _state(m), m.sync_policy, m.optimizer, str(m.round), _waiting_for(m)) for m in status.models],
+        ("name", "state", "policy", "optimizer", "round", "accepted", "rejected", "staleness", "waiting for"),
+        [
+            (
+                m.name,
+                _state(m),
+                m.sync_policy,
+                m.optimizer,
+                str(m.round),
+                str(m.num_accepted),
+                str(m.num_rejected),
+                staleness_text(m.staleness),
+                _waiting_for(m),
+            )
+            for m in status.models
+        ],
     )
     yield text_table(
         "shards",
@@ -88,6 +101,15 @@ def bytes_text(num_bytes: float) -> str:
 def reported_text(reported: Mapping[str, float]) -> str:
     """For people: "loss 0.214, accuracy 0.93"."""
     return ", ".join(f"{name} {value:.4g}" for name, value in reported.items())
+
+
+def staleness_text(histogram: Mapping[int, int]) -> str:
+    """For people: mean and maximum of a histogram of staleness, "mean 1.4, max 6"; "-" without any."""
+    total = sum(histogram.values())
+    if not total:
+        return "-"
+    mean = sum(rounds * count for rounds, count in histogram.items()) / total
+    return f"mean {mean:.1f}, max {max(histogram)}"
 
 
 def _state(model: ModelStatus) -> str:

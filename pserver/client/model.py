@@ -402,7 +402,8 @@ class SharedModel:
         self._scatter_(self._exchanged)
         self._count(result)
         assert push.commit is not None
-        if not self._warned and result.options != push.commit.options:
+        # Where everybody is at a step of their own, schedules differ as they should.
+        if not self._warned and not self._mixed_rounds and result.options != push.commit.options:
             self._warned = True
             logger.warning(
                 "model %s: round %d used the options %s of the lowest rank; this trainer asked for %s",

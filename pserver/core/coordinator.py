@@ -29,6 +29,7 @@ from pserver.core.messages import (
     ShardPlacement,
 )
 from pserver.core.models import Model, ModelState, check_spec
+from pserver.core.sync import describe_policy
 from pserver.errors import ConfigError, ModelFailed, UnknownModel
 from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
 
@@ -439,12 +440,11 @@ class Coordinator:
     @staticmethod
     def _model_status(model: Model, now_s: float) -> ModelStatus:
         counts = model.rounds.statistics()
-        arguments = ", ".join(f"{key}={value!r}" for key, value in model.spec.sync_policy_arguments.items())
         return ModelStatus(
             name=model.spec.name,
             state=model.state.value,
             failure=model.failure,
-            sync_policy=f"{model.spec.sync_policy}({arguments})",
+            sync_policy=describe_policy(model.rounds.policy),
             optimizer=model.spec.optimizer,
             round=model.rounds.round,
             waiting_for_ranks=tuple(model.rounds.waiting_for(now_s)),

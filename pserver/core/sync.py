@@ -1,7 +1,7 @@
 """Sync policies: pure functions that say which gradients enter the next round, and which are refused."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
 from pserver.errors import InvalidRequest, RoundFailed
@@ -109,18 +109,16 @@ class Bsp:
 
     def __post_init__(self) -> None:
         _require_count("Bsp", "backup_workers", self.backup_workers)
-        if self.deadline is not None and not 0 < self.deadline < 1e9:
-            raise InvalidRequest(
-                f"Bsp: deadline must be a positive number of seconds, or None, but is {self.deadline!r}"
-            )
+        if self.deadline is not None and not (isinstance(self.deadline, int | float) and 0 < self.deadline < 1e9):
+            raise InvalidRequest(f"Bsp: deadline must be a positive number of seconds, or None: {self.deadline!r}")
         if self.absent not in ("exclude", "fail"):
             raise InvalidRequest(f'Bsp: absent must be "exclude" or "fail", but is {self.absent!r}')
 
     def verdict(self, view: RoundView) -> Verdict:
         """Refuses what is late; closes when enough have committed, or at the deadline."""
         late = {
-            each.rank: f"it was computed on the parameters of round {each.offer.base_round}, but round {view.round} has "
-            "been decided without it"
+            each.rank: f"it was computed on the parameters of round {each.offer.base_round}, but round {view.round} "
+            "has been decided without it"
             for each in view.members
             if each.offer is not None and each.offer.base_round != view.round
         }
@@ -240,6 +238,16 @@ def policy_arguments(policy: SyncPolicy) -> dict[str, object]:
     if type(policy) not in POLICIES.values():
         raise InvalidRequest(f"expected a sync policy such as pserver.Bsp(), got {policy!r}")
     return asdict(policy)  # type: ignore[call-overload,no-any-return]
+
+
+def describe_policy(policy: SyncPolicy) -> str:
+    """As a user would write it: "Bsp(backup_workers=1)"."""
+    given = [
+        f"{each.name}={value!r}"
+        for each in fields(policy)  # type: ignore[arg-type]
+        if (value := getattr(policy, each.name)) != each.default
+    ]
+    return f"{type(policy).__name__}({', '.join(given)})"
 
 
 def make_policy(name: str, arguments: Mapping[str, object]) -> SyncPolicy:

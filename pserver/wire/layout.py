@@ -298,7 +298,7 @@ class _Cut:
         else:
             start = position = 0
             for size in self._sizes:
-                if start < position and position + size - start > step:
+                if size and start < position and position + size - start > step:
                     yield position
                     start = position
                 position += size

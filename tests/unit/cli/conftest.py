@@ -15,11 +15,15 @@ def _make_status(
         name="mnist",
         state="ready",
         failure="",
-        sync_policy="Bsp(backup_workers=0)",
+        sync_policy="Bsp(backup_workers=1)",
         optimizer="SGD",
         round=round,
         waiting_for_ranks=(0, 1),
         missing_trainers=0,
+        num_accepted=2 * round,
+        num_rejected=3,
+        num_skipped=1,
+        staleness={0: round, 2: round},
         shards=(shard,),
     )
     trainers = [

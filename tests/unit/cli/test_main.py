@@ -111,12 +111,31 @@ def test_launch_passes_on_the_arguments_behind_the_dashes(run, monkeypatch, tmp_
     plans = []
 
     def launch(plan, *, live):
-        plans.append((plan.servers, plan.trainers, plan.arguments, live))
+        plans.append((plan.servers, plan.trainers, plan.arguments, plan.imports, live))
         return 130
 
     monkeypatch.setattr("pserver.cli.launch.launch", launch)
     script = tmp_path / "train.py"
     script.touch()
-    code, _, _ = run("launch", "--servers", "2", "--trainers", "3", str(script), "--", "--lr", "0.1", "--", "x")
+    options = ("--servers", "2", "--trainers", "3", "--import", "mine", "--import", "yours")
+    code, _, _ = run("launch", *options, str(script), "--", "--lr", "0.1", "--", "x")
     assert code == 130
-    assert plans == [(2, 3, ("--lr", "0.1", "--", "x"), False)]
+    assert plans == [(2, 3, ("--lr", "0.1", "--", "x"), ("mine", "yours"), False)]
+
+
+def test_serve_imports_modules_of_the_current_folder_first(run, served, monkeypatch, tmp_path):
+    (tmp_path / "my_optimizers.py").write_text("print('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, out, _ = run("serve", "--coordinator", "--import", "my_optimizers")
+    assert code == 0
+    assert out.startswith("imported\n")
+    assert len(served) == 1
+
+
+def test_serve_says_which_module_it_cannot_import(run, served, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, _, err = run("serve", "--coordinator", "--import", "no_such_module_here")
+    assert code == 1
+    assert "--import no_such_module_here" in err
+    assert served == []

@@ -27,7 +27,17 @@ class LocalOptimizer(torch.optim.SGD):
         self._round += 1
         accepted = self._round not in self.refused
         self.last_result = StepResult(
-            round=self._round, accepted=accepted, reason="" if accepted else "too late", num_trainers=1, options=()
+            round=self._round,
+            accepted=accepted,
+            stepped=accepted,
+            overflow=False,
+            reason="" if accepted else "too late",
+            error="",
+            num_trainers=1,
+            staleness=0,
+            grad_norm=None,
+            num_nonfinite=0,
+            options=(),
         )
 
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo demo-policies test test-all test-gpu lint format protos check-protos bench clean
+.PHONY: venv demo demo-policies test test-all test-gpu test-docker lint format protos check-protos bench clean
 
 venv: $(STAMP)  ## the environment in .venv; does nothing if it is up to date
 
@@ -30,6 +30,9 @@ test-all: venv  ## the default suite and what is slow
 
 test-gpu: venv  ## what needs a CUDA device; says "not run" without one
 	$(BIN)/python tests/gpu/run.py
+
+test-docker: venv  ## docker/compose.yaml in real containers; without a Docker daemon, root starts one for the test
+	$(BIN)/python -m tests.docker
 
 lint: venv  ## ruff, and mypy strict on pserver/
 	$(BIN)/ruff check .

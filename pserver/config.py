@@ -26,6 +26,15 @@ def _resolve(
         ) from None
 
 
+def without_grpc_fork_handlers() -> None:
+    """Tells gRPC, before it starts, to do nothing about forks.
+
+    A forked process has none of gRPC's threads, with handlers or without; they only print a line for every DataLoader
+    worker. https://github.com/grpc/grpc/blob/master/doc/fork_support.md
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Splits "host:port".
 

@@ -15,7 +15,7 @@ cross the wire by class name and message, so the name of each class here is part
     |-- TrainerEnded               this trainer's lease has ended; its id is refused for ever
     |-- StalePush                  a repeat of a mutation whose outcome was already acknowledged
     |-- RankTaken                  another living trainer holds the rank (may be retried)
-    |-- StaleEpoch                 a shard has moved; the placement must be read again (may be retried)
+    |-- StaleEpoch                 the model has been placed anew; register it again
     |-- MixedRounds                values were read while a round was applied (may be retried)
     |-- ServerUnavailable          a server could not be reached (may be retried)
     |-- DeadlineExceeded           a wait ended before what it waited for
@@ -108,10 +108,9 @@ class RankTaken(PserverError):
 
 
 class StaleEpoch(PserverError):
-    """A shard has moved; the placement must be read again."""
+    """The model has been placed anew; it must be registered again."""
 
     status = "ABORTED"
-    retryable = True
 
 
 class MixedRounds(PserverError):

@@ -36,7 +36,7 @@ class StepResult:
         reason: why the gradient was not counted, or why nothing was stepped; "" otherwise.
         error: name of the error that `step` raises with the reason; "" for none.
         num_trainers: trainers in the round; 0 if rejected.
-        staleness: updates applied between the parameters that the gradient was computed on and its own.
+        staleness: rounds decided between the parameters that the gradient was computed on and its own.
         grad_norm: global 2-norm of the round's mean gradient before clipping; None if nobody asked for clipping.
         num_nonfinite: NaN and infinite elements in the gradients of the round; 0 if nobody looked.
         options: the numeric options that the round used, per parameter group.
@@ -101,7 +101,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
-    """One trainer; `lease_s` is the time until its lease ends, `lag_rounds` the rounds since its last contribution.
+    """One trainer; `lease_s`: time until its lease ends; `lag_rounds`: rounds since it was last told an outcome.
 
     `sent_bytes` and `received_bytes` count tensor data since it started; `reported` holds what the training script
     passed to `Cluster.report`.

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import logging
+import os
 import secrets
 from collections.abc import Coroutine
 from contextvars import ContextVar, Token
@@ -78,6 +79,7 @@ class Cluster:
         self._lease: LeaseKeeper | None = None
         self._lost: asyncio.Future[PserverError] | None = None
         self._closed = False
+        self._process = os.getpid()
         self._token: Token[Cluster | None] | None = None
 
     # Life
@@ -91,6 +93,7 @@ class Cluster:
         """
         if self._member is not None or self._closed:
             raise InvalidRequest("this cluster session was started before; make a new one with pserver.connect()")
+        self._process = os.getpid()
         if self._shared_loop is None:
             self._loop.start()
             self._lease_loop.start()
@@ -115,13 +118,18 @@ class Cluster:
         logger.info("trainer %d joined %s as rank %d", member.trainer_id, self.settings.address, member.rank)
 
     def close(self) -> None:
-        """Leaves the cluster and ends the session; closing twice is no error."""
+        """Leaves the cluster and ends the session; closing twice is no error.
+
+        In a process that was forked from the session's it does nothing: the session goes on where it was opened.
+        """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._forked:
+            return
         lost = self._lost is not None and self._lost.done()
-        if self._lease is not None and not lost:
+        if self._lease is not None:
             self._lease.close()
         if self._member is not None and not lost:
             try:
@@ -192,8 +200,13 @@ class Cluster:
         """The membership.
 
         Raises:
-            InvalidRequest: the session is not started, or closed.
+            InvalidRequest: the session is not started, or closed, or was opened before this process was forked.
         """
+        if self._forked:
+            raise InvalidRequest(
+                f"this cluster session belongs to process {self._process}, from which this process was forked; connect "
+                "anew here to train (data loading needs no connection)"
+            )
         if self._member is None or self._closed:
             raise InvalidRequest("the cluster session is not open; use it inside `with pserver.connect() as cluster:`")
         return self._member
@@ -244,6 +257,11 @@ class Cluster:
         return await retry(counted, deadline=deadline, what=what)
 
     # Inside
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is another process than the session's: it has none of the session's threads."""
+        return self._process != os.getpid()
 
     async def _join(self) -> pb.JoinReply:
         self._lost = asyncio.get_running_loop().create_future()

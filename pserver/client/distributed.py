@@ -9,7 +9,7 @@ import torch
 from pserver.client.cluster import Cluster, current_cluster
 from pserver.client.model import ModelStatistics, SharedModel
 from pserver.client.params import describe, in_groups
-from pserver.core.optimizers import numeric_options, optimizer_name
+from pserver.core.optimizers import constructor_arguments, numeric_options, optimizer_name
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
 from pserver.errors import InvalidRequest
@@ -107,6 +107,7 @@ class DistributedOptimizer:
         description = describe(
             self._name,
             self.param_groups,
+            [constructor_arguments(self._name, group) for group in self.param_groups],
             named,
             model.module,
             name=model.name,

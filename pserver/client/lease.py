@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from pserver.client.shard_client import Traffic
+from pserver.core.membership import check_figures
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
 from pserver.transport.channel import Channel, Connector, unary
 from pserver.transport.deadline import Deadline
@@ -52,6 +53,7 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self._pause_s = min(lease_s / RENEWALS_PER_LEASE, LONGEST_PAUSE_S)
         self._reported: Mapping[str, float] = {}
+        self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -60,46 +62,46 @@ class LeaseKeeper:
 
     def report(self, figures: Mapping[str, float]) -> None:
         """Figures to carry from now on, with the next renewal; replaces those of the same name. Any thread."""
-        self._reported = {**self._reported, **figures}
+        reported = {**self._reported, **figures}
+        check_figures(reported)
+        self._reported = reported
 
     def close(self) -> None:
         """Renews once more, so that the last figures arrive, and stops."""
         self._loop.run(self._stop())
 
     async def _start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._channel = self._connect(self._coordinator)
+        self._task = asyncio.create_task(self._run(self._channel))
 
     async def _stop(self) -> None:
-        if self._task is None or self._task.done():
+        if self._task is None or self._channel is None:
             return
+        lost = self._task.done()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        channel = self._connect(self._coordinator)
         try:
-            await self._renew(channel)
+            if not lost:
+                await self._renew(self._channel)
         except PserverError as error:
             logger.warning("the last figures of trainer %d did not arrive: %s", self._trainer_id, error)
         finally:
-            await channel.close()
+            await self._channel.close()
 
-    async def _run(self) -> None:
-        channel = self._connect(self._coordinator)
+    async def _run(self, channel: Channel) -> None:
         ends = Deadline(self._lease_s)
-        try:
-            while True:
-                try:
-                    await self._renew(channel)
-                    ends = Deadline(self._lease_s)
-                except PserverError as error:
-                    if not error.retryable and not isinstance(error, DeadlineExceeded):
-                        self._on_lost(error)
-                        return
-                    if not ends.remaining_s():
-                        self._on_lost(self._unreachable(error))
-                        return
-                await asyncio.sleep(self._pause_s)
-        finally:
-            await channel.close()
+        while True:
+            try:
+                await self._renew(channel)
+                ends = Deadline(self._lease_s)
+            except PserverError as error:
+                if not error.retryable and not isinstance(error, DeadlineExceeded):
+                    self._on_lost(error)
+                    return
+                if not ends.remaining_s():
+                    self._on_lost(self._unreachable(error))
+                    return
+            await asyncio.sleep(self._pause_s)
 
     async def _renew(self, channel: Channel) -> None:
         request = pb.RenewRequest(

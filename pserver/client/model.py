@@ -12,12 +12,13 @@ import torch
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
 from pserver.client.flattening import FlatBuffers, model_device
-from pserver.client.optimizer_state import TensorStates, cut_state, join_state
+from pserver.client.optimizer_state import TensorStates, check_state, cut_state, join_state, with_present_masters
 from pserver.client.shard_client import Push, ShardClient
 from pserver.core.messages import CommitInfo, ModelSpec
 from pserver.core.optimizer_state import StatePiece
+from pserver.core.optimizers import check_options
 from pserver.core.rules import GradientRules
-from pserver.core.sync import SyncPolicy, policy_arguments
+from pserver.core.sync import Async, SyncPolicy, policy_arguments
 from pserver.errors import (
     ERRORS,
     DeadlineExceeded,
@@ -25,6 +26,7 @@ from pserver.errors import (
     InvalidRequest,
     PserverError,
     ServerErrors,
+    StaleEpoch,
 )
 from pserver.transport.convert import placement_from_proto, push_id_to_proto, spec_to_proto
 from pserver.transport.deadline import Deadline
@@ -98,19 +100,19 @@ class SharedModel:
     def __init__(self, cluster: Cluster, description: ModelDescription) -> None:
         self.name = description.name
         self.round = 0
+        self.last_result: StepResult | None = None
         self._cluster = cluster
         self._shards: list[ShardClient] = []
         self._epoch = 0
         self._step = 0
         self._unsettled: Push | None = None
         self._warned = False
-        self._versions: dict[int, int] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
         self._num_accepted = self._num_rejected = self._num_skipped = self._num_nonfinite = self._num_mixed = 0
         self._staleness: Counter[int] = Counter()
         self._describe(description)
 
     def _describe(self, description: ModelDescription) -> None:
-        self._description = description
         tensors = description.tensors
         self._spec = ModelSpec(
             name=description.name,
@@ -127,7 +129,7 @@ class SharedModel:
             buffers=description.buffers,
         )
         self._layout = self._spec.layout()
-        self._mixed_rounds = description.sync.mixed_rounds
+        self._sync = description.sync
         device = model_device([each.tensor for each in tensors])
         self._values = FlatBuffers(self._layout, device)
         self._gradients = FlatBuffers(self._layout, device)
@@ -153,25 +155,41 @@ class SharedModel:
     def replace(self, description: ModelDescription, state: TensorStates) -> None:
         """Goes on with another description or other values, once every trainer of the model asks for the same.
 
-        Rounds and steps count on. The lowest rank's values and optimizer state win.
+        Rounds and steps count on. Values and optimizer state are those of the lowest rank among the trainers that have
+        the latest values: under `Bsp` all have.
 
         Args:
             description: of the same name, policy and world size.
             state: optimizer state by index in the description's tensors; others begin anew.
 
         Raises:
-            LayoutMismatch: another trainer asks for something else. DeadlineExceeded: names who has not asked.
+            LayoutMismatch: another trainer asks for something else. InvalidRequest: a state that servers cannot take.
+            DeadlineExceeded: names who has not asked.
         """
-        self._settle()
-        old = self._description
+        self._settle(scatter=False)
+        before = vars(self).copy()
         self._describe(description)
         try:
+            state = with_present_masters(state, self._tensors)
+            check_state(self._layout, state, self._spec.optimizer, self._spec.optimizer_groups)
             self._register(state, replaces=self._epoch)
         except BaseException:
-            self._describe(old)
+            # All of it, with the values that the servers were last known to hold.
+            vars(self).update(before)
             raise
 
     def _register(self, state: TensorStates, *, replaces: int) -> None:
+        deadline = Deadline(self._cluster.settings.timeout_s)
+        while True:
+            try:
+                self._register_and_pull(state, replaces)
+                return
+            except StaleEpoch:
+                # Others have replaced the model meanwhile.
+                if not deadline.remaining_s():
+                    raise
+
+    def _register_and_pull(self, state: TensorStates, replaces: int) -> None:
         initialised = False
         while (reply := self._register_once(initialised, replaces)).initialise:
             self._shards = self._shard_clients(reply)
@@ -183,7 +201,7 @@ class SharedModel:
         self._shards = self._shard_clients(reply)
         self._epoch = reply.epoch
         with self._cluster.push_ids.one() as push_id:
-            request = pb.AttachRequest(push_id=push_id_to_proto(push_id), model=self.name)
+            request = pb.AttachRequest(push_id=push_id_to_proto(push_id), model=self.name, epoch=reply.epoch)
             attached = self._cluster.call_coordinator(
                 "Attach", request, pb.AttachReply, what=f"attaching to model {self.name!r}"
             )
@@ -254,7 +272,7 @@ class SharedModel:
 
     def _may_mix(self, rounds: Collection[int]) -> bool:
         """Whether values of these rounds may be used together; counts them if they differ."""
-        if not self._mixed_rounds:
+        if not self._sync.mixed_rounds:
             return False
         self._num_mixed += len(set(rounds)) > 1
         return True
@@ -267,7 +285,7 @@ class SharedModel:
         Raises:
             ServerUnavailable, DeadlineExceeded, ModelFailed
         """
-        self._settle()
+        self._settle(scatter=False)
         return join_state(self._layout, self._cluster.run(self._pull_state()))
 
     async def _pull_state(self) -> list[StatePiece]:
@@ -292,19 +310,20 @@ class SharedModel:
     def push(self, context_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds gradients to a context on every shard, without a commit.
 
+        If it was interrupted, the same is sent again before anything else: it is in the context on all shards.
+
         Args:
             gradients: one for each parameter that is stepped, in order of registration; None counts as zero.
         """
         self._settle()
-        with self._cluster.push_ids.one() as push_id:
-            push = Push(
-                push_id=push_id,
-                context_id=context_id,
-                absent=self._gather(gradients),
-                with_gradients=True,
-                commit=None,
-            )
-            self._cluster.run(self._send(push))
+        self._unsettled = Push(
+            push_id=self._cluster.push_ids.issue(),
+            context_id=context_id,
+            absent=self._gather(gradients),
+            with_gradients=True,
+            commit=None,
+        )
+        self._finish(self._unsettled)
 
     def step(
         self,
@@ -318,8 +337,9 @@ class SharedModel:
     ) -> StepResult:
         """Pushes gradients and buffers, commits the context, waits for its outcome and writes the new values.
 
-        If an earlier step was interrupted before its outcome was known, that one is settled first: each gradient is
-        counted at most once.
+        If an earlier step was interrupted before its outcome was known, that one is settled first. Gradients with the
+        same bits are that step again, and its outcome is the result: each is counted at most once. Others were computed
+        on the parameters of before, and count as that old.
 
         Args:
             gradients: as in `push`; None commits what earlier pushes brought, or nothing at all with 0 samples.
@@ -334,8 +354,19 @@ class SharedModel:
             InvalidRequest: parameters were changed here since the last step.
             ModelFailed, TrainerEnded, ServerUnavailable, ServerErrors
         """
-        self._settle()
         self._check_unchanged()
+        base_round = self.round
+        # Here, before anything is sent: what one shard refuses and another takes would never be whole.
+        for group, registered in zip(options, self._spec.optimizer_groups, strict=True):
+            check_options(self._spec.optimizer, group, registered)
+        if rules.clip_value is not None and any(self._tensors[index].is_complex() for index in self._stepped):
+            raise InvalidRequest("clip_value has no meaning for complex parameters; clip by max_norm")
+        if samples == 0 and self._sync.name == Async.name:
+            raise InvalidRequest("under Async nobody waits for this trainer: expected samples, or no step at all")
+        again = self._is_again(context_id, gradients)
+        settled = self._settle()
+        if again and settled is not None:
+            return self._told(settled)
         absent: Set[int] = frozenset()
         if gradients is not None:
             absent = self._gather(gradients)
@@ -347,7 +378,7 @@ class SharedModel:
             with_gradients=gradients is not None,
             commit=CommitInfo(
                 step=self._step,
-                base_round=self.round,
+                base_round=base_round,
                 samples=samples,
                 options=tuple(options),
                 rules=rules,
@@ -355,12 +386,34 @@ class SharedModel:
             ),
         )
         result = self._finish(self._unsettled)
+        assert result is not None
+        return self._told(result)
+
+    def _told(self, result: StepResult) -> StepResult:
+        self.last_result = result
         if result.error:
             raise ERRORS.get(result.error, PserverError)(f"model {self.name!r}: {result.reason}")
         return result
 
+    def _is_again(self, context_id: int, gradients: Sequence[torch.Tensor | None] | None) -> bool:
+        """Whether a step is the interrupted one once more."""
+        push = self._unsettled
+        if push is None or push.commit is None:
+            return False
+        if push.context_id == context_id or gradients is None or not push.with_gradients:
+            return push.context_id == context_id
+        return all(
+            index in push.absent if each is None else self._gradients.holds(index, each)
+            for index, each in zip(self._stepped, gradients, strict=True)
+        )
+
     def drop_context(self, context_id: int) -> None:
-        """Frees a context on every shard."""
+        """Frees a context on every shard; one whose step was interrupted is left to that step."""
+        push = self._unsettled
+        if push is not None and push.context_id == context_id:
+            if push.commit is not None:
+                return
+            self._forget(push)
         with self._cluster.push_ids.one() as push_id:
             self._cluster.run(
                 self._on_every_shard(
@@ -380,30 +433,50 @@ class SharedModel:
             staleness=dict(self._staleness),
         )
 
-    def _settle(self) -> None:
-        if self._unsettled is not None:
-            logger.warning("model %s: step %d was interrupted; settling it first", self.name, self._step)
-            self._finish(self._unsettled)
+    def catch_up(self) -> None:
+        """Settles an interrupted step, so that the values here are those of the servers.
 
-    def _finish(self, push: Push) -> StepResult:
+        Raises:
+            InvalidRequest: parameters were changed here since the last step.
+        """
+        self._check_unchanged()
+        self._settle()
+
+    def _settle(self, *, scatter: bool = True) -> StepResult | None:
+        """Finishes what was interrupted; without `scatter`, the values here stay, and so does their round."""
+        if self._unsettled is None:
+            return None
+        logger.warning("model %s: step %d was interrupted; settling it first", self.name, self._step)
+        return self._finish(self._unsettled, scatter=scatter)
+
+    def _finish(self, push: Push, *, scatter: bool = True) -> StepResult | None:
+        """Sends a push until its outcome is known; None without a commit."""
         self._values.wait_until_free()
         try:
             sent = self._cluster.run(self._send(push))
         except DeadlineExceeded as error:
             raise self._explained(error) from error
+        except InvalidRequest:
+            self._forget(push)
+            raise
         except ServerErrors as error:
+            if any(isinstance(each, InvalidRequest) for each in error.exceptions):
+                self._forget(push)
             if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
                 raise
             raise self._explained(error) from error
-        assert sent is not None
-        result, self.round = sent
-        self._cluster.push_ids.settle(push.push_id)
-        self._unsettled = None
-        self._scatter_(self._exchanged)
-        self._count(result)
+        if sent is None:
+            self._forget(push)
+            return None
+        result, round_number = sent
+        if scatter:
+            self._scatter_(self._exchanged)
+            self.round = round_number
+        self._forget(push)
         assert push.commit is not None
+        self._count(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.
-        if not self._warned and not self._mixed_rounds and result.options != push.commit.options:
+        if not self._warned and not self._sync.mixed_rounds and result.options != push.commit.options:
             self._warned = True
             logger.warning(
                 "model %s: round %d used the options %s of the lowest rank; this trainer asked for %s",
@@ -414,6 +487,11 @@ class SharedModel:
             )
         return result
 
+    def _forget(self, push: Push) -> None:
+        """The outcome of a push is known, or it was refused: what not every shard has can enter no round."""
+        self._cluster.push_ids.settle(push.push_id)
+        self._unsettled = None
+
     async def _send(self, push: Push) -> tuple[StepResult, int] | None:
         """Sends a push; with a commit, returns what became of the step and the round of the values read."""
         replies = await self._on_every_shard(
@@ -422,7 +500,8 @@ class SharedModel:
         if push.commit is None:
             return None
         results = [result for result, _ in replies]
-        if any(result != results[0] for result in results):
+        # Compared as text: a norm may be NaN, which equals nothing.
+        if len({repr(result) for result in results}) > 1:
             raise InternalError(f"model {self.name!r}: shards disagree about a step: {results}")
         rounds = {results[0].round if each is None else each for _, each in replies}
         if len(rounds) == 1 or self._may_mix(rounds):
@@ -449,26 +528,27 @@ class SharedModel:
         """Puts gradients and buffers into the flats; returns the parameters without a gradient."""
         return self._gradients.gather({**dict(zip(self._stepped, gradients, strict=True)), **self._buffers})
 
-    def _count(self, result: StepResult) -> None:
-        self._num_accepted += result.accepted
+    def _count(self, result: StepResult, samples: int) -> None:
+        counted = result.accepted and samples > 0
+        self._num_accepted += counted
         self._num_rejected += not result.accepted
         self._num_skipped += result.accepted and not result.stepped
         self._num_nonfinite += result.num_nonfinite
-        if result.accepted:
+        if counted:
             self._staleness[result.staleness] += 1
 
     # The values here and there
 
     def _scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
         self._values.scatter_(tensors)
-        self._versions = {index: self._tensors[index]._version for index in self._stepped}
+        self._seen = {index: _state_of(self._tensors[index]) for index in self._stepped}
 
     def _check_unchanged(self) -> None:
         """Refuses to step if somebody else has written to the parameters: the servers' values would win silently."""
         for index in self._stepped:
             parameter = self._tensors[index]
             self._values.check(index, parameter)
-            if parameter._version == self._versions.get(index):
+            if _state_of(parameter) == self._seen.get(index):
                 continue
             if not self._values.holds(index, parameter):
                 raise InvalidRequest(
@@ -477,7 +557,7 @@ class SharedModel:
                     "Undo the change, or call broadcast_parameters() on the optimizer of every trainer to make the "
                     "values of the lowest rank everybody's"
                 )
-            self._versions[index] = parameter._version
+            self._seen[index] = _state_of(parameter)
 
     def _explained(self, error: PserverError) -> DeadlineExceeded:
         """The same, with the trainers that the round waits for."""
@@ -494,3 +574,8 @@ class SharedModel:
                     + (f" and for {model.missing_trainers} trainers to attach" if model.missing_trainers else "")
                 )
         return DeadlineExceeded(str(error))
+
+
+def _state_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """What changes if somebody writes to a parameter or gives it other memory; not if it is written to by `.data`."""
+    return parameter._version, parameter.data_ptr()

@@ -1,6 +1,5 @@
 """The drop-in optimizer: torch's shape, steps on the servers."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -8,17 +7,14 @@ from typing import Any
 import torch
 
 from pserver.client.cluster import Cluster, current_cluster
+from pserver.client.grad_scaling import GradScaling
 from pserver.client.model import ModelDescription, ModelStatistics, SharedModel
 from pserver.client.params import Named, Params, describe, in_groups, unnamed
-from pserver.core.optimizers import numeric_options, optimizer_name
+from pserver.core.optimizers import STATE_OPTIONS, constructor_arguments, numeric_options, optimizer_name
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
 from pserver.types import StepResult
 from pserver.wire.tensors import element_type
-
-# torch.amp.GradScaler hands itself to `step` if the optimizer takes it, which is the only way to tell it of infinities
-# on other trainers; it warns that this may end some day.
-warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -43,9 +39,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         module: where names and buffers come from when `params` is not a module.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
-
-    Attributes:
-        last_result: what became of the last step; None before the first.
 
     Raises:
         UnsupportedOptimizer: servers cannot run it. LayoutMismatch: another trainer's model differs.
@@ -92,9 +85,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
             "buffers": buffers,
             "bucket_bytes": bucket_bytes,
         }
-        self.last_result: StepResult | None = None
+        self._registered: list[dict[str, object]] = []
         self._model = SharedModel(self._cluster, self._describe())
         self._model.register()
+        # Torch warns of schedulers that are stepped before their optimizer; here others may have stepped it already.
+        self._opt_called = self._model.round > 0
 
     # Steps
 
@@ -130,23 +125,39 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        overflow = grad_scaler is not None and _unscale_(grad_scaler, self)
-        self._commit([parameter.grad for parameter in self._parameters], samples, overflow)
-        if grad_scaler is not None and self.last_result is not None:
-            _tell_scaler(grad_scaler, self, self.last_result.overflow)
+        if grad_scaler is None:
+            self._commit(self._gradients(), samples)
+            return loss
+        scaling = self._scaling
+        overflow = scaling.unscale_(grad_scaler)
+        try:
+            result = self._commit(self._gradients(), samples, overflow)
+        except BaseException:
+            scaling.failed(grad_scaler)
+            raise
+        # A gradient that was refused has no round: what was found here is all that the scaler can go by.
+        scaling.tell(grad_scaler, result.overflow if result.accepted else overflow)
         return loss
 
     def skip(self) -> None:
         """Takes part in a round without a gradient, for example on a trainer that has run out of data.
 
         Raises:
-            What `step` raises.
+            InvalidRequest: under `Async`, where nobody waits for this trainer. And what `step` raises.
         """
-        self._commit(None, 0, False)
+        self._commit(None, 0)
 
-    def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool) -> None:
+    @property
+    def last_result(self) -> StepResult | None:
+        """What became of the last step whose outcome is known; None before the first."""
+        return self._model.last_result if self._model is not None else None
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
         assert self._model is not None
-        self.last_result = self._model.step(
+        return self._model.step(
             self._cluster.contexts.new_id(),
             gradients,
             samples=samples,
@@ -181,18 +192,30 @@ class RemoteOptimizer(torch.optim.Optimizer):
         To go on from a checkpoint, load the module first. Every trainer must call it; the lowest rank's counts.
 
         Raises:
-            ValueError: the groups do not fit, as torch says it. DeadlineExceeded: names the ranks that did not call.
+            ValueError: the groups do not fit, as torch says it. InvalidRequest: a state that servers cannot take.
+            DeadlineExceeded: names the ranks that did not call.
         """
         assert self._model is not None
-        super().load_state_dict(dict(state_dict))
+        before = [dict(group) for group in self.param_groups]
+        seen: list[Mapping[str, Any]] = []
+        # Hooks may replace the state; this one comes last.
+        last = self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state))
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
         local = self._make_local([{**group, "params": list(group["params"])} for group in self.param_groups])
         # The class itself knows what older checkpoints lack.
         local.__setstate__({"state": self.state, "param_groups": self.param_groups})
         states = {self._indices[parameter]: dict(state) for parameter, state in local.state.items()}
         self.param_groups = local.param_groups
         self.state.clear()
-        states.update(self._precise(state_dict))
-        self._model.replace(self._describe(), states)
+        states.update(self._precise(seen[-1]))
+        try:
+            self._model.replace(self._describe(), states)
+        except BaseException:
+            self.param_groups = before
+            raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with parameters that were in none until now; rounds and the other groups' state go on.
@@ -205,6 +228,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._model is None:
             super().add_param_group(param_group)
             return
+        self._model.catch_up()
         states = {self._tensors[index]: state for index, state in self._model.pull_state().items()}
         before = list(self.param_groups)
         super().add_param_group(param_group)
@@ -232,7 +256,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._parameters = in_groups(named, self.param_groups)
         self._tensors = [parameter for _, parameter in named]
         self._indices = {parameter: index for index, parameter in enumerate(self._tensors)}
-        return describe(self._name, self.param_groups, named, self._module, **self._shared_as)
+        self._scaling = GradScaling(self, self._parameters)
+        present = [constructor_arguments(self._name, group) for group in self.param_groups]
+        # As they were at first: a trainer that joins later has not moved along the schedule.
+        self._registered = self._registered[: len(present)] + present[len(self._registered) :]
+        deciding = STATE_OPTIONS.get(self._name, ())
+        groups = [
+            first | {key: now[key] for key in deciding} for first, now in zip(self._registered, present, strict=True)
+        ]
+        return describe(self._name, self.param_groups, groups, named, self._module, **self._shared_as)
 
     def _rules(self) -> GradientRules:
         return GradientRules(max_norm=self.max_norm, clip_value=self.clip_value, nonfinite=self.nonfinite)
@@ -246,16 +278,3 @@ class RemoteOptimizer(torch.optim.Optimizer):
             for key, parameter in zip(saved, ours, strict=True)
             if key in state_dict["state"] and element_type(parameter.dtype).master != parameter.dtype
         }
-
-
-def _unscale_(scaler: Any, optimizer: RemoteOptimizer) -> bool:
-    """Unscales `.grad`, unless the user has; whether there were infinities."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
-        scaler.unscale_(optimizer)
-    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
-
-
-def _tell_scaler(scaler: Any, optimizer: RemoteOptimizer, overflow: bool) -> None:
-    """Makes `scaler.update()` see what the round decided instead of what was found here."""
-    for found in scaler._found_inf_per_device(optimizer).values():
-        found.fill_(float(overflow))

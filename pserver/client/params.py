@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from pserver.client.model import ModelDescription, NamedTensor
-from pserver.core.optimizers import constructor_arguments
 from pserver.core.rounds import BUFFER_POLICIES
 from pserver.core.sync import SyncPolicy
 from pserver.errors import InvalidRequest
+from pserver.types import GroupOptions
 from pserver.wire.layout import BUFFERS, STORED
 
 #: What an optimizer may be given: a module, tensors, (name, tensor) pairs, or group dicts of either.
@@ -45,6 +45,7 @@ def in_groups(named: Named, groups: Sequence[Mapping[str, Any]]) -> list[torch.T
 def describe(
     optimizer: str,
     groups: Sequence[Mapping[str, Any]],
+    arguments: Sequence[GroupOptions],
     parameters: Named,
     module: torch.nn.Module | None,
     *,
@@ -54,6 +55,14 @@ def describe(
     bucket_bytes: int,
 ) -> ModelDescription:
     """What is shared of a module; parameters in no group travel once and are never stepped.
+
+    Args:
+        optimizer: its name.
+        groups: with their parameters.
+        arguments: for the optimizer's constructor, one for each group.
+        parameters: of the module, in order of registration.
+        module: whose buffers travel along.
+        name, sync, buffers, bucket_bytes: as in `RemoteOptimizer`.
 
     Raises:
         InvalidRequest: an unknown policy for buffers.
@@ -69,7 +78,7 @@ def describe(
         name=name,
         tensors=tensors,
         optimizer=optimizer,
-        optimizer_groups=[constructor_arguments(optimizer, group) for group in groups],
+        optimizer_groups=arguments,
         sync=sync,
         buffers=buffers,
         bucket_bytes=bucket_bytes,

@@ -107,8 +107,13 @@ class ContextTable:
         return next((each for each in self._committed.values() if each.push_id == push_id), None)
 
     def take_committed(self, trainer_id: int, step: int) -> GradientContext | None:
-        """Removes and returns the committed context of a trainer's step."""
+        """Removes and returns the committed context of a trainer's step; earlier ones of that trainer are freed.
+
+        Those were refused by another shard: they are whole nowhere, and enter no round.
+        """
         context = self._committed.get((trainer_id, step))
+        for key in [key for key in self._committed if key[0] == trainer_id and key[1] < step]:
+            self._remove(trainer_id, self._committed[key].context_id)
         if context is not None:
             self._remove(trainer_id, context.context_id)
         return context

@@ -28,9 +28,9 @@ from pserver.core.messages import (
     ShardInitialised,
     ShardPlacement,
 )
-from pserver.core.models import Model, ModelState, check_spec
+from pserver.core.models import Model, ModelState
 from pserver.core.sync import describe_policy
-from pserver.errors import ConfigError, ModelFailed, UnknownModel
+from pserver.errors import ConfigError, ModelFailed, StaleEpoch, UnknownModel
 from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,6 @@ class Coordinator:
                 return None
         self._require_alive(model)
         if replaces == model.epoch:
-            check_spec(spec)
             if not model.propose(push_id.trainer_id, spec):
                 return None
             model = self._replace(model)
@@ -167,10 +166,17 @@ class Coordinator:
         self._outcomes.record(push_id, registration)
         return registration
 
-    def attach(self, push_id: PushId, name: str, now_s: float) -> Attachment:
+    def withdraw(self, trainer_id: int, name: str) -> None:
+        """A trainer has given up waiting for its registration: a change that it proposed is not its wish any more."""
+        model = self._models.get(name)
+        if model is not None:
+            model.withdraw(trainer_id)
+
+    def attach(self, push_id: PushId, name: str, epoch: int, now_s: float) -> Attachment:
         """Expects a trainer in every round from now on.
 
         Raises:
+            StaleEpoch: the model has been replaced since the trainer registered.
             TrainerEnded, UnknownModel, ModelFailed
         """
         member = self._membership.require(push_id.trainer_id)
@@ -179,7 +185,9 @@ class Coordinator:
             return recorded
         model = self._require_model(name)
         self._require_alive(model)
-        model.rounds.attach(member.trainer_id, member.rank)
+        if epoch != model.epoch:
+            raise StaleEpoch(f"model {name!r} is of epoch {model.epoch} now, not {epoch}; register it again")
+        model.rounds.attach(member.trainer_id, member.rank, now_s)
         attachment = Attachment(round=model.rounds.round, step=model.rounds.step_of(member.trainer_id))
         self._outcomes.record(push_id, attachment)
         self._advance(model, now_s)
@@ -229,9 +237,10 @@ class Coordinator:
         if known is not None and known.incarnation == incarnation and not known.alive:
             raise ConfigError(f"the lease of server {name!r} has ended and its models have failed; restart it")
         self._servers[name] = _Server(name=name, address=address, incarnation=incarnation, heard_s=now_s)
-        self._tell(name, LivingTrainers(trainer_ids=tuple(each.trainer_id for each in self._membership.members)))
         for model in self._models.values():
             self._tell_again(name, model)
+        # Last: what the dead have left is freed by it, and rounds that were decided before their end count it.
+        self._tell(name, LivingTrainers(trainer_ids=tuple(each.trainer_id for each in self._membership.members)))
 
     def server_unlinked(self, name: str, incarnation: int) -> None:
         """A server's link broke; the server counts as alive until its lease ends."""
@@ -261,6 +270,7 @@ class Coordinator:
                 for each in model.servers:
                     self._tell(each, self._ready_command(model))
         elif isinstance(report, Committed):
+            model.stepped(report.trainer_id, report.commit.step)
             model.rounds.committed(server, report, now_s)
             self._advance(model, now_s)
         elif isinstance(report, Prepared):
@@ -286,7 +296,7 @@ class Coordinator:
             for server in self._servers.values():
                 server.heard_s = min(server.heard_s + pause_s, now_s)
             for model in self._models.values():
-                model.rounds.postpone(pause_s)
+                model.rounds.postpone(pause_s, now_s)
         overdue = self._membership.overdue(now_s)
         silent = [each for each in self._alive_servers() if now_s - each.heard_s > self.server_lease_s]
         for trainer_id in overdue:

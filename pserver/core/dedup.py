@@ -7,6 +7,9 @@ from pserver.types import PushId
 
 T = TypeVar("T")
 
+#: Most outcomes that are remembered for one trainer. A correct one acknowledges as it goes on.
+MAX_UNACKNOWLEDGED = 1 << 14
+
 
 class DedupTable(Generic[T]):
     """Outcomes by push id. Memory is bounded by what trainers have not acknowledged yet. Not thread-safe."""
@@ -22,7 +25,8 @@ class DedupTable(Generic[T]):
 
         Raises:
             StalePush: the outcome was acknowledged already; the mutation is never applied again.
-            InvalidRequest: the sequence number or the acknowledgement makes no sense.
+            InvalidRequest: the sequence number or the acknowledgement makes no sense, or the sender has acknowledged
+                none of its last `MAX_UNACKNOWLEDGED` mutations.
         """
         if push_id.sequence < 1 or not 1 <= push_id.lowest_unacknowledged <= push_id.sequence:
             raise InvalidRequest(
@@ -39,7 +43,13 @@ class DedupTable(Generic[T]):
             self._lowest[push_id.trainer_id] = push_id.lowest_unacknowledged
             for sequence in [each for each in outcomes if each < push_id.lowest_unacknowledged]:
                 del outcomes[sequence]
-        return outcomes.get(push_id.sequence)
+        known = outcomes.get(push_id.sequence)
+        if known is None and len(outcomes) >= MAX_UNACKNOWLEDGED:
+            raise InvalidRequest(
+                f"trainer {push_id.trainer_id} has {len(outcomes)} mutations whose outcome it has not acknowledged; "
+                "raise lowest_unacknowledged before sending more"
+            )
+        return known
 
     def look(self, push_id: PushId) -> T | None:
         """The recorded outcome, or None; forgets nothing and refuses nothing."""

@@ -6,6 +6,34 @@ from dataclasses import dataclass, field
 from pserver.errors import InvalidRequest, RankTaken, TrainerEnded
 
 MAX_RANK = 1 << 20
+#: Most trainers that live at once.
+MAX_TRAINERS = 1 << 16
+MAX_NONCE_LENGTH = 128
+#: Nonces of trainers that have ended are remembered, so that a late repeat of a join makes no new trainer: this many.
+MAX_ENDED_NONCES = 1 << 14
+#: Figures that a trainer may report, and the length of their names in characters.
+MAX_FIGURES = 64
+MAX_FIGURE_NAME_LENGTH = 64
+
+
+def check_figures(reported: Mapping[str, float], sent_bytes: int = 0, received_bytes: int = 0) -> None:
+    """Refuses what is too much to keep for every trainer. Values may be anything: a loss that is NaN is worth showing.
+
+    Raises:
+        InvalidRequest: more than `MAX_FIGURES` figures, a name that is empty or too long, or a negative count of bytes.
+    """
+    if len(reported) > MAX_FIGURES:
+        raise InvalidRequest(f"a trainer may report {MAX_FIGURES} figures, but {len(reported)} came; report fewer")
+    for name in reported:
+        if not 1 <= len(name) <= MAX_FIGURE_NAME_LENGTH:
+            raise InvalidRequest(
+                f"the name of a reported figure must have 1 to {MAX_FIGURE_NAME_LENGTH} characters, but one has "
+                f"{len(name)}: {name[:40]!r}"
+            )
+    if sent_bytes < 0 or received_bytes < 0:
+        raise InvalidRequest(
+            f"counts of bytes must not be negative, got {sent_bytes} sent and {received_bytes} received"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,15 +69,20 @@ class Membership:
         Raises:
             RankTaken: a living trainer has the rank.
             TrainerEnded: the nonce belongs to a trainer whose lease has ended.
-            InvalidRequest: no nonce, or a rank out of range.
+            InvalidRequest: no nonce or a long one, a rank out of range, or too many trainers.
         """
-        if not nonce or not -1 <= rank < MAX_RANK:
-            raise InvalidRequest(f"expected a nonce and a rank in -1..{MAX_RANK - 1}, got {nonce!r} and {rank}")
+        if not 1 <= len(nonce) <= MAX_NONCE_LENGTH or not -1 <= rank < MAX_RANK:
+            raise InvalidRequest(
+                f"expected a nonce of 1 to {MAX_NONCE_LENGTH} characters and a rank in -1..{MAX_RANK - 1}, got one of "
+                f"{len(nonce)}, {nonce[:40]!r}, and {rank}"
+            )
         known = self._by_nonce.get(nonce)
         if known is not None:
             member = self.require(known)
             member.lease_ends_s = now_s + self.lease_s
             return member
+        if len(self._members) >= MAX_TRAINERS:
+            raise InvalidRequest(f"{len(self._members)} trainers have joined; wait until some have left")
         taken = {member.rank: member for member in self._members.values()}
         if rank in taken:
             holder = taken[rank]
@@ -64,6 +97,8 @@ class Membership:
         self._next_id += 1
         self._members[member.trainer_id] = member
         self._by_nonce[nonce] = member.trainer_id
+        if len(self._by_nonce) > 2 * MAX_ENDED_NONCES + len(self._members):
+            self._forget_oldest_nonces()
         return member
 
     def require(self, trainer_id: int) -> Member:
@@ -101,3 +136,8 @@ class Membership:
     def members(self) -> tuple[Member, ...]:
         """Living trainers, in order of joining."""
         return tuple(self._members.values())
+
+    def _forget_oldest_nonces(self) -> None:
+        ended = [nonce for nonce, trainer_id in self._by_nonce.items() if trainer_id not in self._members]
+        for nonce in ended[:-MAX_ENDED_NONCES]:
+            del self._by_nonce[nonce]

@@ -1,7 +1,7 @@
 """One model as the coordinator sees it: creating -> initialising -> ready, or failed."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from pserver.core.messages import ModelSpec, ShardPlacement
@@ -23,6 +23,14 @@ class ModelState(Enum):
     INITIALISING = "initialising"
     READY = "ready"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposal:
+    """What a trainer wants to go on with, and its last step when it said so."""
+
+    spec: ModelSpec
+    step: int
 
 
 class Model:
@@ -51,6 +59,7 @@ class Model:
         self.placement = tuple(
             ShardPlacement(server=name, address=address, runs=runs)
             for (name, address), runs in zip(servers, place_buckets(layout, len(servers)), strict=True)
+            if runs
         )
         names = [each.name for each in spec.tensors]
         if replaced is None:
@@ -77,7 +86,7 @@ class Model:
         }
         self._created: set[str] = set()
         self._initialised: set[str] = set()
-        self._proposals: dict[int, ModelSpec] = {}
+        self._proposals: dict[int, _Proposal] = {}
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -109,16 +118,34 @@ class Model:
                     f"model {self.spec.name!r}: {field} cannot be changed from {getattr(self.spec, field)!r} to "
                     f"{getattr(spec, field)!r} while it is trained"
                 )
+        known = self._proposals.get(trainer_id)
+        if known is not None and known.spec is spec:
+            return self._proposals.keys() >= self.rounds.attached
         for proposed in self._proposals.values():
-            _require_same(proposed, spec, "is being changed by other trainers in another way")
-        self._proposals[trainer_id] = spec
+            _require_same(proposed.spec, spec, "is being changed by other trainers in another way")
+        self._proposals[trainer_id] = _Proposal(spec=spec, step=self.rounds.step_of(trainer_id))
         return self._proposals.keys() >= self.rounds.attached
+
+    def withdraw(self, trainer_id: int) -> None:
+        """A trainer no longer waits for the others to propose the same."""
+        self._proposals.pop(trainer_id, None)
 
     @property
     def proposal(self) -> tuple[ModelSpec, int]:
-        """What was proposed, and the lowest-ranked trainer that did: its values and optimizer state count."""
-        trainer_id = min(self._proposals, key=self.rounds.rank_of)
-        return self._proposals[trainer_id], trainer_id
+        """What was proposed, and the trainer whose values and optimizer state count.
+
+        Of those with the latest values, the lowest rank: under `Bsp` all have them, else whoever stepped last.
+        """
+        trainer_id = min(
+            self._proposals, key=lambda each: (-self.rounds.told_round_of(each), self.rounds.rank_of(each))
+        )
+        return self._proposals[trainer_id].spec, trainer_id
+
+    def stepped(self, trainer_id: int, step: int) -> None:
+        """A trainer has committed a step. If it is a new one, it has given up waiting for the others to propose."""
+        proposal = self._proposals.get(trainer_id)
+        if proposal is not None and step > proposal.step:
+            del self._proposals[trainer_id]
 
     @property
     def not_proposed(self) -> list[int]:
@@ -144,10 +171,13 @@ class Model:
         return True
 
     def may_initialise(self, trainer_id: int) -> bool:
-        """Whether this trainer is, or now becomes, the one that sends the initial values."""
+        """Whether this trainer is, or now becomes, the one that sends the initial values.
+
+        In the place of another model only a trainer of that one may: a newcomer does not have what was trained.
+        """
         if self.state is not ModelState.INITIALISING:
             return False
-        if self.initialiser is None:
+        if self.initialiser is None and (not self._replaces or trainer_id in self.rounds.attached):
             self.initialiser = trainer_id
         return self.initialiser == trainer_id
 
@@ -155,7 +185,7 @@ class Model:
         """Lets another trainer initialise if the initialiser has gone, and expects the trainer in no round."""
         self.rounds.remove(trainer_id)
         self._proposals.pop(trainer_id, None)
-        if self.initialiser == trainer_id and self.state is ModelState.INITIALISING:
+        if self.initialiser == trainer_id and self.state in (ModelState.CREATING, ModelState.INITIALISING):
             self.initialiser = None
             self._initialised.clear()
 

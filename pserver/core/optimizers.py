@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,9 @@ from pserver.wire.tensors import element_type
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 #: Longest name of an optimizer, and longest option that is a string, in characters.
 MAX_TEXT_LENGTH = 64
+
+#: Options that make torch's optimizer keep more state, and fail in a step if they are turned on later.
+STATE_OPTIONS = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop": ("momentum", "centered")}
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
@@ -186,7 +189,8 @@ def check_options(name: str, options: GroupOptions, like: GroupOptions) -> None:
 
     Raises:
         InvalidRequest: an option that the optimizer does not take, or that has not the form it had: a tuple stays one
-            of that length, a string a string, a number a number; None may come and go where the constructor has it.
+            of that length, a string a string, a number a number; None may come and go where the constructor has it. Or
+            one that needs state which the optimizer does not have, or with which a step raises.
     """
     defaults = _defaults(name)
     for key, value in options.items():
@@ -200,6 +204,31 @@ def check_options(name: str, options: GroupOptions, like: GroupOptions) -> None:
             raise InvalidRequest(
                 f"{name}: the option {key!r} must be of the form of {like.get(key, plain)!r}, but is {value!r}"
             )
+        if key in STATE_OPTIONS.get(name, ()) and bool(plain) and not like.get(key, plain):
+            raise InvalidRequest(
+                f"{name}: {key!r} cannot be turned on while training ({value!r} came): torch keeps no state for it. "
+                "Begin with it, or make the optimizer anew under another name"
+            )
+    rest = tuple(sorted((key, value) for key, value in options.items() if key != "lr"))
+    try:
+        _try_step(name, rest)
+    except Exception as error:  # whatever torch's code or Python's arithmetic raises
+        raise InvalidRequest(f"{name} cannot step with the options {dict(options)}: {error!r}") from error
+
+
+@lru_cache(maxsize=256)
+def _try_step(name: str, options: tuple[tuple[str, Any], ...]) -> None:
+    """Steps one element with these options, as a shard would. The learning rate is a mere factor, and left out."""
+    entry = optimizer_entry(name)
+    if not entry.cls.__module__.startswith("torch.optim"):
+        return
+    param = torch.zeros((1,) if entry.elementwise else (1, 1))
+    param.grad = torch.ones_like(param)
+    started = {key: value for key, value in options if key in STATE_OPTIONS.get(name, ())}
+    optimizer = make_optimizer(name, started, [param])
+    optimizer.param_groups[0].update(options)
+    for _ in range(2):
+        optimizer.step()
 
 
 def constructor_arguments(name: str, group: Mapping[str, object]) -> dict[str, object]:
@@ -241,10 +270,9 @@ def _plain(name: str, key: str, value: object, default: object) -> object:
     if type(value) in (bool, int, float):
         return value
     if isinstance(value, tuple | list):
-        per_value = default if isinstance(default, tuple | list) and len(default) == len(value) else None
         return tuple(
-            _plain(name, key, each, _ANYTHING if per_value is None else per_value[index])
-            for index, each in enumerate(value)
+            _plain(name, key, each, inner)
+            for each, inner in zip(value, _inner_defaults(default, len(value)), strict=True)
         )
     if value is None and default in (None, _ANYTHING):
         return None
@@ -260,8 +288,14 @@ def _plain(name: str, key: str, value: object, default: object) -> object:
     )
 
 
+def _inner_defaults(default: object, length: int) -> Sequence[object]:
+    if isinstance(default, tuple | list):
+        return default if len(default) == length else [_ANYTHING] * length
+    return [_ANYTHING if default is None else default] * length
+
+
 def check_groups(name: str, groups: Sequence[GroupOptions], tensors: Sequence[TensorSpec]) -> None:
-    """Tries an optimizer's arguments: element-wise ones on a scalar, others on every tensor's shape, without memory.
+    """Tries an optimizer's arguments: on a scalar if it is element-wise, else on the shapes of all tensors.
 
     Args:
         groups: arguments of each parameter group.
@@ -278,15 +312,32 @@ def check_groups(name: str, groups: Sequence[GroupOptions], tensors: Sequence[Te
     if num_groups > len(groups):
         raise InvalidRequest(f"tensors name {num_groups} groups, but {len(groups)} were described")
     for number, group in enumerate(groups):
+        members = [tensor for tensor in tensors if tensor.group == number]
         if entry.elementwise:
-            make_optimizer(name, group, [torch.zeros(1)])
+            for dtype in {element_type(tensor.dtype).master for tensor in members} or {torch.float32}:
+                _try_scalar(name, group, dtype)
         else:
-            _try_tensors(name, group, [tensor for tensor in tensors if tensor.group == number])
+            _try_tensors(name, group, members)
+
+
+def _try_scalar(name: str, group: GroupOptions, dtype: torch.dtype) -> None:
+    param = torch.zeros(1, dtype=dtype)
+    param.grad = torch.zeros_like(param)
+    optimizer = make_optimizer(name, group, [param])
+    try:
+        optimizer.step()
+    except Exception as error:  # a user's class may raise anything
+        raise UnsupportedOptimizer(f"{name} with {dict(group)} cannot step parameters of {dtype}: {error}") from error
 
 
 def _try_tensors(name: str, group: GroupOptions, tensors: Sequence[TensorSpec]) -> None:
     if not tensors:
         return
+    for tensor in tensors:
+        if tensor.dtype.is_complex and name in _WHOLE_TENSOR:  # torch says so in the first step
+            raise UnsupportedOptimizer(
+                f"{name} refuses complex parameters, such as {tensor.name!r} {list(tensor.shape)}; use Adam instead"
+            )
     shapes = [_without_memory(name, tensor) for tensor in tensors]
     try:
         make_optimizer(name, group, shapes)

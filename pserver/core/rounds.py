@@ -23,6 +23,10 @@ from pserver.core.sync import MemberView, Offer, RoundView, SyncPolicy, Verdict
 BUFFER_POLICIES = ("lowest", "mean", "local")
 
 
+#: Everything older is counted as this old: the histogram stays small.
+MAX_STALENESS_SHOWN = 1024
+
+
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
     """A commit; `offer` once every shard has it."""
@@ -36,6 +40,7 @@ class _Waiting:
 @dataclass(slots=True, kw_only=True)
 class _Expected:
     rank: int
+    since_round: int  # the last decided round when it attached
     told_round: int  # the last round when this trainer was last told what became of its step
     clock: int
     settled_step: int = 0  # the last step that has been decided or refused
@@ -118,15 +123,21 @@ class RoundBook:
         for trainer in self._expected.values():
             trainer.commits.clear()
             trainer.latest = trainer.rejection = None
+            trainer.told_round = self.round  # all read the new placement's values before they go on
 
     # Who is expected
 
-    def attach(self, trainer_id: int, rank: int) -> None:
+    def attach(self, trainer_id: int, rank: int, now_s: float) -> None:
         """Expects a trainer from the next round on. Repeating it changes nothing."""
-        if trainer_id not in self._expected:
-            clock = min((each.clock for each in self._expected.values()), default=0)
-            self._expected[trainer_id] = _Expected(rank=rank, told_round=self.round, clock=clock)
-            self._started = self._started or len(self._expected) >= self._world_size
+        if trainer_id in self._expected:
+            return
+        clock = min((each.clock for each in self._expected.values()), default=0)
+        self._expected[trainer_id] = _Expected(rank=rank, since_round=self.round, told_round=self.round, clock=clock)
+        if not self._started and len(self._expected) >= self._world_size:
+            self._started = True
+            # Nobody was late for a round that could not begin.
+            for waiting in self._commits():
+                waiting.since_s = now_s
 
     def remove(self, trainer_id: int) -> None:
         """Expects a trainer no more; what it has committed enters no round that is not decided yet."""
@@ -140,6 +151,10 @@ class RoundBook:
     def rank_of(self, trainer_id: int) -> int:
         """Rank of a trainer that is expected."""
         return self._expected[trainer_id].rank
+
+    def told_round_of(self, trainer_id: int) -> int:
+        """The last round when a trainer that is expected was told an outcome, and got current values."""
+        return self._expected[trainer_id].told_round
 
     # What shards report
 
@@ -164,8 +179,9 @@ class RoundBook:
 
     def prepared(self, server: str, report: Prepared) -> None:
         """Notes what a shard found in the gradient of the round that is being prepared."""
-        if self._preparing is not None and report.round == self._preparing.command.plan.round:
-            self._preparing.reports[server] = report
+        preparing = self._preparing
+        if preparing is not None and server in self._applied and report.round == preparing.command.plan.round:
+            preparing.reports[server] = report
 
     def applied(self, server: str, round_number: int) -> None:
         """Notes that a shard has applied every round up to this one."""
@@ -200,11 +216,11 @@ class RoundBook:
                 break
         return commands
 
-    def postpone(self, pause_s: float) -> None:
-        """Moves the deadline of the next round by the time in which nobody could report."""
-        for trainer in self._expected.values():
-            for waiting in trainer.commits.values():
-                waiting.since_s += pause_s
+    def postpone(self, pause_s: float, now_s: float) -> None:
+        """Moves the deadline of the next round by a time, just over, in which nobody could report."""
+        for waiting in self._commits():
+            # What has come since the pause is not dated into the future.
+            waiting.since_s = min(waiting.since_s + pause_s, now_s)
 
     def outstanding(self, server: str) -> list[Command]:
         """What a shard may have missed, in order."""
@@ -247,6 +263,9 @@ class RoundBook:
         )
 
     # Inside
+
+    def _commits(self) -> Iterable[_Waiting]:
+        return (waiting for trainer in self._expected.values() for waiting in trainer.commits.values())
 
     def _view(self, now_s: float) -> RoundView:
         members: list[MemberView] = []
@@ -343,7 +362,7 @@ class RoundBook:
         counted = [each.staleness for each in decision.contributions if each.weight]
         self._num_accepted += len(counted)
         self._num_skipped += bool(decision.skip)
-        self._staleness.update(counted)
+        self._staleness.update(min(each, MAX_STALENESS_SHOWN) for each in counted)
         return self._apply(decision)
 
     def _apply(self, decision: Decision) -> Apply:
@@ -359,15 +378,26 @@ class RoundBook:
         return waiting
 
     def _leading(self, otherwise: CommitInfo) -> CommitInfo:
-        """The last commit of the lowest rank: its options and rules count for everybody, so that schedules agree."""
-        known = [(each.rank, each.latest) for each in self._expected.values() if each.latest is not None]
-        return min(known, key=lambda each: each[0])[1] if known else otherwise
+        """The last commit of the lowest rank: its options and rules count for everybody, so that schedules agree.
+
+        Of those who have been there longest: a trainer that joins late begins its schedule.
+        """
+        known = [
+            (each.since_round, each.rank, each.latest) for each in self._expected.values() if each.latest is not None
+        ]
+        return min(known, key=lambda each: each[:2])[2] if known else otherwise
 
     def _buffers_from(self, contributions: Sequence[Contribution]) -> int:
-        """The trainer whose buffers count: the lowest rank in the round, or nobody if that is not the lowest of all."""
-        if self._buffers != "lowest":
-            return 0
+        """The trainer whose buffers count: the lowest rank in the round; 0: those of nobody.
+
+        Where every gradient is a round of its own, they are those of the lowest rank that contributes.
+        """
         present = [each for each in contributions if each.weight]
-        if not present or (len(contributions) == 1 and present[0].rank != min(x.rank for x in self._expected.values())):
+        if self._buffers != "lowest" or not present:
             return 0
+        if self.policy.mixed_rounds:
+            contributing = [x.rank for x in self._expected.values() if x.latest is not None and x.latest.samples]
+            # A client that commits ahead may have said already that it contributes nothing next time.
+            if present[0].rank > min(contributing, default=present[0].rank):
+                return 0
         return present[0].trainer_id

@@ -1,6 +1,7 @@
 """What becomes of a round's mean gradient before it is stepped with: clipping, and NaN or infinite elements."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class GradientRules:
     def __post_init__(self) -> None:
         for name in ("max_norm", "clip_value"):
             limit = getattr(self, name)
-            if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+            if limit is not None and not (isinstance(limit, int | float) and 0 < limit <= sys.float_info.max):
                 raise InvalidRequest(f"{name} must be a positive, finite number, or None, but is {limit!r}")
         if self.nonfinite not in NONFINITE_POLICIES:
             raise InvalidRequest(f"nonfinite must be one of {list(NONFINITE_POLICIES)}, but is {self.nonfinite!r}")
@@ -53,7 +54,10 @@ NO_RULES = GradientRules()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """NaN and infinite elements in one trainer's gradient on one shard; `tensor` is the first one that has any."""
+    """NaN and infinite elements in one trainer's gradient of one tensor, on one shard.
+
+    `trainer_id` 0 stands for the mean: all gradients were finite, their sum was not.
+    """
 
     trainer_id: int
     tensor: int
@@ -86,9 +90,10 @@ def treat(
     skip = error = ""
     if num_nonfinite:
         first = min(nonfinite, key=lambda each: (each.trainer_id, each.tensor))
+        whose = f"of trainer {first.trainer_id}" if first.trainer_id else "of the mean, of finite gradients"
         skip = (
             f"the gradients of this round have {num_nonfinite} NaN or infinite elements, the first in "
-            f"{names[first.tensor]!r} of trainer {first.trainer_id}; nothing was stepped"
+            f"{names[first.tensor]!r} {whose}; nothing was stepped"
         )
         error = NonFiniteGradient.__name__ if rules.nonfinite == "raise" else ""
     norm: float | None = None

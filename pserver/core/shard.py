@@ -3,7 +3,7 @@
 Nothing here waits, and nothing is thread-safe: the owner runs one call at a time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,7 @@ class Shard:
         self.ready = False
         self.failure: str | None = None
         self._initial: dict[int, _Initial] = {}  # by trainer, until the coordinator says whose count
+        self._tried_state = False  # whether steppers may hold the state of one of them already
         self._values = {
             bucket.index: torch.zeros(bucket.num_elements, dtype=element_type(bucket.dtype).master)
             for bucket in self.buckets
@@ -160,6 +161,7 @@ class Shard:
                     f"optimizer state came for the buckets {sorted(unknown)}, which are not stepped here"
                 )
             # The present state is nobody's yet: loading it shows whether it can be loaded.
+            self._tried_state = self._tried_state or bool(state)
             for index, pieces in state.items():
                 self._load_(index, pieces)
             self._initial[push_id.trainer_id] = _Initial(values=values, state=state)
@@ -171,7 +173,10 @@ class Shard:
 
         Raises:
             InternalError: that trainer has sent none.
+            ModelFailed: it has failed before, which the coordinator may not have heard.
         """
+        if self.failure is not None:
+            raise ModelFailed(self.failure)
         if self.ready:
             return
         initial = self._initial.get(initialiser)
@@ -181,7 +186,7 @@ class Shard:
             )
         for index, values in initial.values.items():
             self._values[index].copy_(values)
-        if any(each.state for each in self._initial.values()):
+        if self._tried_state:
             for index in self._steppers:
                 self._load_(index, initial.state.get(index, ()))
         self._initial.clear()
@@ -275,7 +280,8 @@ class Shard:
             )
         if not 0 <= commit.samples < 1 << 40:
             raise InvalidRequest(f"samples must be in 0..2**40, but is {commit.samples}")
-        if commit.rules.clip_value is not None and any(each.dtype.is_complex for each in self.trained):
+        complex_ones = any(each.dtype.is_complex and each.group >= 0 for each in self.layout.flats)
+        if commit.rules.clip_value is not None and complex_ones:
             raise InvalidRequest("clip_value has no meaning for complex parameters; clip by max_norm")
         if len(commit.options) != len(self.spec.optimizer_groups):
             raise InvalidRequest(
@@ -301,8 +307,10 @@ class Shard:
         self._check_next(command.plan)
         if self._prepared is None:
             contexts = [self._take(each) for each in command.plan.contributions]
-            nonfinite = self._nonfinite(contexts) if command.look_for_nonfinite else ()
+            nonfinite = self._nonfinite(command.plan, contexts) if command.look_for_nonfinite else ()
             means = self._means(command.plan, contexts)
+            if command.look_for_nonfinite and not nonfinite:
+                nonfinite = tuple(self._count_nonfinite(0, means))
             report = Prepared(
                 model=self.spec.name,
                 epoch=self.epoch,
@@ -376,15 +384,20 @@ class Shard:
             )
         return context
 
-    def _nonfinite(self, contexts: Iterable[GradientContext]) -> tuple[NonFinite, ...]:
+    def _nonfinite(self, decision: Decision, contexts: Sequence[GradientContext]) -> tuple[NonFinite, ...]:
+        """What is in the gradients that count: those without weight are in no mean."""
         found: list[NonFinite] = []
-        for context in contexts:
-            for bucket in self.trained if context.buckets else ():
-                gradient = context.buckets[bucket.index]
-                for segment in self.layout.segments[bucket.index] if count_nonfinite(gradient) else ():
-                    if count := count_nonfinite(gradient[segment.start : segment.stop]):
-                        found.append(NonFinite(trainer_id=context.trainer_id, tensor=segment.tensor, count=count))
+        for contribution, context in zip(decision.contributions, contexts, strict=True):
+            if contribution.weight:
+                found += self._count_nonfinite(context.trainer_id, context.buckets)
         return tuple(found)
+
+    def _count_nonfinite(self, trainer_id: int, gradients: Mapping[int, torch.Tensor]) -> Iterator[NonFinite]:
+        for bucket in self.trained:
+            gradient = gradients[bucket.index]
+            for segment in self.layout.segments[bucket.index] if count_nonfinite(gradient) else ():
+                if count := count_nonfinite(gradient[segment.start : segment.stop]):
+                    yield NonFinite(trainer_id=trainer_id, tensor=segment.tensor, count=count)
 
     def _means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
         """The mean gradient by bucket; uses up the contexts' gradients."""
@@ -411,6 +424,8 @@ class Shard:
 
     def _take_buffers(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
         """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""
+        if self.spec.buffers == "local":
+            return
         counted = [(each, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
         if self.spec.buffers == "lowest":
             counted = [(each, ctx) for each, ctx in counted if each.trainer_id == decision.buffers_from]

@@ -100,9 +100,19 @@ class CoordinatorHost:
             DeadlineExceeded: after `wait_s`; says what is missing. And what `Coordinator.register` raises.
         """
         deadline = Deadline(wait_s)
-        if not self.core.knows(spec.name):
+        if replaces or not self.core.knows(spec.name):
             # The first optimizer of a process makes torch import its compiler, which takes seconds.
             await asyncio.to_thread(check_spec, spec)
+        try:
+            return await self._register(push_id, spec, initialised=initialised, replaces=replaces, deadline=deadline)
+        except BaseException:
+            # Whoever does not wait any longer, wants no change any longer.
+            self.core.withdraw(push_id.trainer_id, spec.name)
+            raise
+
+    async def _register(
+        self, push_id: PushId, spec: ModelSpec, *, initialised: bool, replaces: int, deadline: Deadline
+    ) -> Registration:
         while True:
             registration = self.core.register(push_id, spec, initialised=initialised, replaces=replaces)
             self.changed()
@@ -110,7 +120,7 @@ class CoordinatorHost:
                 return registration
             if not await self._changed.wait(deadline.remaining_s()):
                 raise DeadlineExceeded(
-                    f"model {spec.name!r} was not ready within {wait_s:g} s; it waits for "
+                    f"model {spec.name!r} was not ready within {deadline.timeout_s:g} s; it waits for "
                     f"{self.core.waiting_for(spec.name)}"
                 )
 
@@ -150,3 +160,10 @@ class CoordinatorHost:
             await asyncio.sleep(self._expire_every_s)
             if self.core.expire(self.now_s()):
                 self.changed()
+                self._end_dead_links()
+
+    def _end_dead_links(self) -> None:
+        """A server whose lease has ended may never send another message: nothing is kept for it."""
+        dead = {server.name for server in self.core.status(self.now_s()).servers if not server.alive}
+        for name in dead & self._links.keys():
+            self._links[name].end()

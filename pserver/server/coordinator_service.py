@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from pserver.errors import InvalidRequest, ProtocolMismatch
+from pserver.config import parse_address
+from pserver.core.membership import check_figures
+from pserver.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from pserver.server.coordinator_host import CoordinatorHost, ServerLink
 from pserver.transport.convert import (
     command_to_proto,
@@ -17,6 +19,12 @@ from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.methods import first_of
 from pserver.types import PROTOCOL_VERSION
+
+#: Longest name and longest address of a server, in characters.
+MAX_SERVER_NAME_LENGTH = 255
+MAX_ADDRESS_LENGTH = 512
+#: A model of this many tensors is decoded on a thread: the event loop has leases to renew.
+INLINE_TENSORS = 1000
 
 
 class CoordinatorService:
@@ -32,6 +40,7 @@ class CoordinatorService:
         return pb.JoinReply(trainer_id=member.trainer_id, rank=member.rank, lease_s=self._host.core.trainer_lease_s)
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
+        check_figures(request.reported, request.sent_bytes, request.received_bytes)
         self._host.core.renew(
             request.trainer_id,
             sent_bytes=request.sent_bytes,
@@ -47,9 +56,13 @@ class CoordinatorService:
         return pb.LeaveReply()
 
     async def register_model(self, request: pb.RegisterModelRequest) -> pb.RegisterModelReply:
+        if len(request.spec.tensors) < INLINE_TENSORS:
+            spec = spec_from_proto(request.spec)
+        else:
+            spec = await asyncio.to_thread(spec_from_proto, request.spec)
         registration = await self._host.register(
             push_id_from_proto(request.push_id),
-            spec_from_proto(request.spec),
+            spec,
             initialised=request.initialised,
             replaces=request.replaces,
             wait_s=check_wait_s(request.wait_s),
@@ -61,7 +74,9 @@ class CoordinatorService:
         )
 
     async def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        attachment = self._host.core.attach(push_id_from_proto(request.push_id), request.model, self._host.now_s())
+        attachment = self._host.core.attach(
+            push_id_from_proto(request.push_id), request.model, request.epoch, self._host.now_s()
+        )
         self._host.changed()
         return pb.AttachReply(round=attachment.round, step=attachment.step)
 
@@ -79,6 +94,7 @@ class CoordinatorService:
             raise InvalidRequest("the first message of a link must be Hello")
         hello = first.hello
         _check_protocol(hello.protocol, "server")
+        _check_server(hello.name, hello.address)
         link = self._host.open_link(hello.name, hello.address, hello.incarnation)
         reader = asyncio.create_task(self._read(link, messages))
         try:
@@ -106,3 +122,16 @@ def _check_protocol(version: int, who: str) -> None:
             f"this coordinator speaks protocol {PROTOCOL_VERSION}, the {who} {version}; install the same pserver "
             "on both"
         )
+
+
+def _check_server(name: str, address: str) -> None:
+    if not 1 <= len(name) <= MAX_SERVER_NAME_LENGTH:
+        raise ConfigError(
+            f"a server's name must have 1 to {MAX_SERVER_NAME_LENGTH} characters, but this one has {len(name)}: "
+            f"{name[:40]!r}"
+        )
+    if len(address) > MAX_ADDRESS_LENGTH:
+        raise ConfigError(
+            f"a server's address may have {MAX_ADDRESS_LENGTH} characters, but this one has {len(address)}"
+        )
+    parse_address(address)

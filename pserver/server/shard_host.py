@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from pserver.core.messages import (
@@ -25,7 +28,14 @@ from pserver.core.messages import (
 )
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.shard import Shard
-from pserver.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TrainerEnded, UnknownModel
+from pserver.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelFailed,
+    TrainerEnded,
+    UnknownModel,
+    UnsupportedModel,
+)
 from pserver.server.changed import Changed
 from pserver.transport.deadline import Deadline
 from pserver.types import PushId, StepResult
@@ -39,6 +49,12 @@ T = TypeVar("T")
 INLINE_BYTES = 256 << 10
 #: A trainer may be here before the news of its joining; its messages wait this long, in seconds.
 ADMISSION_WAIT_S = 5.0
+#: Most streams of one trainer that bring values or gradients to one server at the same time; each holds what came.
+MAX_STREAMS_PER_TRAINER = 64
+#: What a bucket costs beside its values, roughly: its optimizer's objects.
+BUCKET_BYTES = 4 << 10
+#: Limit of a container's memory, in bytes or "max".
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class HostedShard:
@@ -76,6 +92,16 @@ class HostedShard:
         """Epoch of the shard's placement."""
         return self._shard.epoch
 
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of the whole model."""
+        return len(self._shard.layout.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the shard takes before its first step."""
+        return _bytes_of(self._shard.buckets)
+
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[Shard]:
         """The shard, for as long as nobody else may touch it. Quick calls only; see `work` for others."""
@@ -87,7 +113,14 @@ class HostedShard:
         async with self._lock:
             if self._shard.num_bytes < INLINE_BYTES:
                 return function(self._shard)
-            return await asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
+            working = asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
+            try:
+                return await asyncio.shield(working)
+            finally:
+                # Whoever waits may be cancelled; the shard is still being worked on, and nobody else may touch it.
+                while not working.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait((working,))
 
     def wake(self) -> None:
         """Makes everybody who waits look again."""
@@ -108,7 +141,8 @@ class HostedShard:
                 return outcome
             if outcome is None:
                 raise TrainerEnded(
-                    f"the lease of trainer {push_id.trainer_id} has ended; its step was counted nowhere: connect again"
+                    f"the lease of trainer {push_id.trainer_id} has ended, and what became of its step is forgotten: "
+                    "connect again"
                 )
             if not await self._changed.wait(deadline.remaining_s()):
                 raise DeadlineExceeded(
@@ -154,6 +188,7 @@ class ShardHost:
         self.name = name
         self._shards: dict[str, HostedShard] = {}
         self._living: set[int] = set()
+        self._streams: Counter[int] = Counter()  # under way, by trainer
         self._highest_id = 0
         self._trainers_changed = Changed()
         # One thread: torch parallelises inside, and every thread that calls it would keep a pool of its own.
@@ -192,9 +227,29 @@ class ShardHost:
                 "again to join as a new trainer"
             )
 
+    @contextmanager
+    def stream(self, trainer_id: int) -> Iterator[None]:
+        """Counts a stream of this trainer for as long as what it brings is held apart.
+
+        Raises:
+            InvalidRequest: the trainer has too many.
+        """
+        if self._streams[trainer_id] >= MAX_STREAMS_PER_TRAINER:
+            raise InvalidRequest(
+                f"server {self.name}: trainer {trainer_id} has {MAX_STREAMS_PER_TRAINER} streams under way; end some "
+                "first"
+            )
+        self._streams[trainer_id] += 1
+        try:
+            yield
+        finally:
+            self._streams[trainer_id] -= 1
+            if not self._streams[trainer_id]:
+                del self._streams[trainer_id]
+
     async def _require_admitted(self, trainer_id: int) -> None:
-        deadline = Deadline(ADMISSION_WAIT_S)
-        while trainer_id > self._highest_id:
+        deadline = Deadline(ADMISSION_WAIT_S if trainer_id > 0 else 0.0)
+        while trainer_id > self._highest_id or trainer_id <= 0:
             if not await self._trainers_changed.wait(deadline.remaining_s()):
                 raise InvalidRequest(
                     f"server {self.name}: trainer {trainer_id} has not joined this cluster; join the coordinator first"
@@ -259,13 +314,26 @@ class ShardHost:
         if known is not None and known.epoch == command.epoch:
             return
         try:
-            shard = await asyncio.get_running_loop().run_in_executor(self._arithmetic, Shard, command)
+            shard = await asyncio.get_running_loop().run_in_executor(self._arithmetic, self._make_shard, command)
         except Exception as error:
             self._report_failure(name, command.epoch, "make its shard", error)
             return
+        if known is not None:  # the news that it goes was lost with a link
+            await self._end(known, f"model {name!r} was placed anew")
         self._shards[name] = HostedShard(self.name, shard, self._arithmetic)
         logger.info("shard of model %s: %d buckets, %d bytes", name, len(shard.buckets), shard.num_bytes)
         self.report(ShardCreated(model=name, epoch=command.epoch))
+
+    def _make_shard(self, command: CreateShard) -> Shard:
+        needed = _bytes_of(command.spec.layout().part(command.runs))
+        held = sum(hosted.num_bytes for hosted in list(self._shards.values()))
+        available = memory_bytes() - held
+        if needed > available:
+            raise UnsupportedModel(
+                f"the values alone need {needed} bytes, but server {self.name} has {available} bytes of memory that no "
+                "other model takes; use more servers, or larger ones"
+            )
+        return Shard(command)
 
     async def _make_ready(self, hosted: HostedShard, command: ModelReady) -> None:
         try:
@@ -322,3 +390,16 @@ class ShardHost:
             async with hosted.exclusive() as shard:
                 shard.end_trainer(trainer_id)
             hosted.wake()
+
+
+def memory_bytes() -> int:
+    """Memory that this process can have at most: the machine's, or its container's."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(machine, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return machine
+
+
+def _bytes_of(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.num_master_bytes + BUCKET_BYTES for bucket in buckets)

@@ -1,12 +1,12 @@
 """The Shards service: decode, call the core, encode."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.staging import Staging
 from pserver.core.state_staging import StateStaging
-from pserver.errors import MixedRounds
+from pserver.errors import InvalidRequest, MixedRounds
 from pserver.server.shard_host import HostedShard, ShardHost
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import (
@@ -33,15 +33,17 @@ class ShardService:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
-        staging, states = Staging(hosted.buckets), StateStaging()
-        _stage(staging, first)
-        _stage_state(states, first)
-        async for request in requests:
-            _stage(staging, request)
-            _stage_state(states, request)
-        self._host.require_living(push_id.trainer_id)
-        state = states.complete()
-        self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging, state)))
+        with self._host.stream(push_id.trainer_id):
+            staging, states = Staging(hosted.buckets), StateStaging(hosted.trained)
+            _stage(staging, first)
+            _stage_state(states, first)
+            async for request in requests:
+                self._host.require_living(push_id.trainer_id)
+                _stage(staging, request)
+                _stage_state(states, request)
+            self._host.require_living(push_id.trainer_id)
+            state = states.complete()
+            self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging, state)))
         return pb.InitialiseReply()
 
     async def pull(self, request: pb.PullRequest) -> AsyncIterator[pb.PullReply]:
@@ -61,16 +63,21 @@ class ShardService:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
-        staging = Staging(hosted.exchanged)
-        last = first
-        _stage(staging, first)
-        async for last in requests:
-            _stage(staging, last)
-        self._host.require_living(push_id.trainer_id)
-        commit = commit_from_proto(last.commit) if last.HasField("commit") else None
-        wait_s = check_wait_s(last.wait_s)
-        absent = frozenset(first.absent_tensors)
-        report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, staging, absent, commit))
+        absent = _absent(first.absent_tensors, hosted.num_tensors)
+        with self._host.stream(push_id.trainer_id):
+            staging = Staging(hosted.exchanged)
+            last = first
+            _stage(staging, first)
+            async for request in requests:
+                self._host.require_living(push_id.trainer_id)
+                if last.HasField("commit"):
+                    raise InvalidRequest("a message came after the one with the commit; the commit must be in the last")
+                last = request
+                _stage(staging, last)
+            self._host.require_living(push_id.trainer_id)
+            commit = commit_from_proto(last.commit) if last.HasField("commit") else None
+            wait_s = check_wait_s(last.wait_s)
+            report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, staging, absent, commit))
         if report is not None:
             self._host.report(report)
         if commit is None:
@@ -93,6 +100,12 @@ class ShardService:
 
     async def _require(self, address: pb.ShardAddress, trainer_id: int) -> HostedShard:
         return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
+
+
+def _absent(indices: Sequence[int], num_tensors: int) -> frozenset[int]:
+    if len(indices) > num_tensors:
+        raise InvalidRequest(f"{len(indices)} absent tensors came for a model of {num_tensors}")
+    return frozenset(indices)
 
 
 def _stage(staging: Staging, request: pb.InitialiseRequest | pb.StepRequest) -> None:

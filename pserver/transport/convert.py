@@ -19,9 +19,12 @@ from pserver.types import (
     StepResult,
     TrainerStatus,
 )
-from pserver.wire.layout import TensorSpec
+from pserver.wire.layout import MAX_TENSORS, TensorSpec
 from pserver.wire.tensors import dtype_of_code, element_type
 from pserver.wire.values import pack_value, unpack_value
+
+#: Most parameter groups of an optimizer: each costs a try of the optimizer when a model is registered.
+MAX_GROUPS = 4096
 
 # Small parts
 
@@ -45,14 +48,16 @@ def options_to_bytes(options: Sequence[GroupOptions]) -> bytes:
 def options_from_bytes(data: bytes) -> tuple[GroupOptions, ...]:
     value = unpack_value(data) if data else []
     if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
-        raise InvalidRequest(f"optimizer options must be a list of maps, one per parameter group, got {value!r}")
+        raise InvalidRequest(f"optimizer options must be a list of maps, one per parameter group, got {value!r:.200}")
+    if len(value) > MAX_GROUPS:
+        raise InvalidRequest(f"an optimizer may have {MAX_GROUPS} parameter groups, but {len(value)} came")
     return tuple(value)
 
 
 def _map_from_bytes(data: bytes) -> Mapping[str, object]:
     value = unpack_value(data) if data else {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise InvalidRequest(f"expected a map with names as keys, got {value!r}")
+        raise InvalidRequest(f"expected a map with names as keys, got {value!r:.200}")
     return value
 
 
@@ -83,6 +88,8 @@ def spec_to_proto(spec: core.ModelSpec) -> types_pb2.ModelSpec:
 
 
 def spec_from_proto(message: types_pb2.ModelSpec) -> core.ModelSpec:
+    if len(message.tensors) > MAX_TENSORS:
+        raise InvalidRequest(f"a model may have {MAX_TENSORS} tensors, but {len(message.tensors)} came")
     return core.ModelSpec(
         name=message.name,
         tensors=tuple(

@@ -19,9 +19,10 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # However long nothing is said: gRPC's default stops asking after two pings.
+    ("grpc.http2.max_pings_without_data", 0),
     # Our own retry decides when to dial again; gRPC's default backs off up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A channel of its own is a connection of its own: lease renewal must not share one with bulk data.
     ("grpc.use_local_subchannel_pool", 1),

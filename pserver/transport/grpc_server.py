@@ -7,21 +7,27 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from pserver.errors import ConfigError, InternalError, InvalidRequest, PserverError
-from pserver.transport.methods import Handler, Method
+from pserver.errors import ConfigError, DeadlineExceeded, InternalError, PserverError
+from pserver.transport.methods import ENDLESS, MAX_LARGE_REQUEST_BYTES, Handler, Method, decode
 from pserver.transport.status import ERROR_KEY, status_code, to_wire
 
 logger = logging.getLogger(__name__)
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
+    # What is larger is refused before memory is taken for it; `decode` has a limit for each RPC.
+    ("grpc.max_receive_message_length", MAX_LARGE_REQUEST_BYTES),
     ("grpc.max_send_message_length", -1),
+    # Of one connection; further calls wait in the client.
+    ("grpc.max_concurrent_streams", 1024),
     ("grpc.so_reuseport", 0),
+    # A client that vanished without closing is noticed, and its calls end.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -31,8 +37,6 @@ _OPTIONS = (
 READ_TO_END_S = 5.0
 #: How long calls that are cut may take to end, in seconds.
 STOP_S = 1.0
-#: RPCs that last as long as the server.
-_ENDLESS = frozenset({"Link"})
 
 
 class GrpcServer:
@@ -113,7 +117,7 @@ class _CallsUnderWay:
 
     @contextmanager
     def counted(self, method: Method) -> Iterator[None]:
-        if method.name in _ENDLESS:
+        if method.name in ENDLESS:
             yield
             return
         self.number += 1
@@ -141,7 +145,7 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
                     async for reply in replies:
                         yield reply
         except Exception as error:
-            await _read_to_end(method, argument)
+            await _read_to_end(method, argument, error)
             await _abort(context, _own_error(method, error))
 
     async def unary(argument: Any, context: Any) -> Message | None:
@@ -155,27 +159,26 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
 
 async def _decoded(method: Method, argument: Any) -> AsyncIterator[Message]:
     if not method.client_streaming:
-        yield method.request_type.FromString(argument)
+        yield decode(method, argument)
         return
     async for data in argument:
-        yield method.request_type.FromString(data)
+        yield decode(method, data)
 
 
 def _own_error(method: Method, error: Exception) -> PserverError:
     if isinstance(error, PserverError):
         return error
-    if isinstance(error, DecodeError):
-        return InvalidRequest(f"{method.path}: a message could not be decoded: {error}")
     logger.error("%s failed", method.path, exc_info=error)
     return InternalError(f"{method.path} failed with {type(error).__name__}: {error}")
 
 
-async def _read_to_end(method: Method, requests: Any) -> None:
+async def _read_to_end(method: Method, requests: Any, error: Exception) -> None:
     """Lets the client finish sending: a write that meets the end of a call hides why it ended.
 
     https://github.com/grpc/grpc/issues/36066
     """
-    if not method.client_streaming or method.name in _ENDLESS:
+    # A client that went silent does not finish, and a read that was given up cannot be repeated.
+    if not method.client_streaming or method.name in ENDLESS or isinstance(error, DeadlineExceeded):
         return
     with suppress(TimeoutError):
         async with asyncio.timeout(READ_TO_END_S):

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
 from pserver.transport.deadline import Deadline
-from pserver.transport.methods import Handler, Method
+from pserver.transport.methods import Handler, Method, decode
 from pserver.transport.status import from_wire, to_wire
 
 
@@ -64,7 +64,7 @@ class InProcessChannel:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         served = self._network.find(self._address)
-        replies = served.handlers[method.path][1](_copied(method.request_type, requests))
+        replies = served.handlers[method.path][1](_copied(method, requests))
         deadline = Deadline(timeout_s)
         with self._calls.one() as closed, served.calls.one() as stopped:
             try:
@@ -135,6 +135,6 @@ async def _next_or_none(replies: AsyncGenerator[Message, None]) -> Message | Non
     return await anext(replies, None)
 
 
-async def _copied(request_type: type[Message], requests: AsyncIterable[Message]) -> AsyncIterator[Message]:
+async def _copied(method: Method, requests: AsyncIterable[Message]) -> AsyncIterator[Message]:
     async for request in requests:
-        yield request_type.FromString(request.SerializeToString())
+        yield decode(method, request.SerializeToString())

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
-from pserver.errors import InternalError
+from pserver.errors import InternalError, ServerUnavailable
 
 T = TypeVar("T")
 
@@ -32,6 +33,9 @@ class LoopThread:
         """Runs a coroutine and returns its result. Ctrl-C cancels the coroutine and raises KeyboardInterrupt.
 
         The coroutine has a deadline of its own.
+
+        Raises:
+            ServerUnavailable: `close` ended the coroutine. InternalError: the thread does not run. And what it raises.
         """
         if not self.running or threading.current_thread() is self._thread:
             coroutine.close()
@@ -39,6 +43,8 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise ServerUnavailable("another thread closed the connection while this call was under way") from None
         except BaseException:
             future.cancel()
             raise

@@ -1,15 +1,16 @@
 """Every RPC as a value, read from the descriptors of the generated code."""
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from pserver.errors import InvalidRequest
+from pserver.errors import DeadlineExceeded, InvalidRequest
 from pserver.transport.gen import coordinator_pb2, shards_pb2
 
 
@@ -54,8 +55,33 @@ SHARDS: dict[str, Method] = _methods(shards_pb2.DESCRIPTOR.services_by_name["Sha
 
 T = TypeVar("T")
 
+#: RPCs that last as long as the server.
+ENDLESS = frozenset({"Link"})
+#: Largest request, in bytes. Bulk data comes in messages of about 1 MiB.
+MAX_REQUEST_BYTES = 16 << 20
+#: Largest request of the RPCs that describe a whole model, or report on one.
+MAX_LARGE_REQUEST_BYTES = 256 << 20
+_LARGE = frozenset({"RegisterModel", "Link"})
+#: A client may pause this long between two messages of a stream that has an end, in seconds.
+MAX_PAUSE_S = 60.0
+
 #: A served RPC: requests in, replies out, whatever the RPC's own shape is.
 Handler = Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]]
+
+
+def decode(method: Method, data: bytes) -> Message:
+    """A request from its bytes.
+
+    Raises:
+        InvalidRequest: they are no such message, or too many: a message takes a multiple of its bytes in memory.
+    """
+    limit = MAX_LARGE_REQUEST_BYTES if method.name in _LARGE else MAX_REQUEST_BYTES
+    if len(data) > limit:
+        raise InvalidRequest(f"{method.path}: a message of {len(data)} bytes came; at most {limit} are accepted")
+    try:
+        return method.request_type.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"{method.path}: a message could not be decoded: {error}") from None
 
 
 async def first_of(requests: AsyncIterator[T]) -> T:
@@ -63,10 +89,32 @@ async def first_of(requests: AsyncIterator[T]) -> T:
 
     Raises:
         InvalidRequest: there is none.
+        DeadlineExceeded: it did not come within `MAX_PAUSE_S`.
     """
-    async for request in requests:
-        return request
-    raise InvalidRequest("the stream ended before its first message")
+    try:
+        return await _next(requests)
+    except StopAsyncIteration:
+        raise InvalidRequest("the stream ended before its first message") from None
+
+
+async def _without_long_pauses(requests: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same requests. A client that has gone silent must not hold memory for ever."""
+    while True:
+        try:
+            request = await _next(requests)
+        except StopAsyncIteration:
+            return
+        yield request
+
+
+async def _next(requests: AsyncIterator[T]) -> T:
+    try:
+        async with asyncio.timeout(MAX_PAUSE_S):
+            return await anext(requests)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no message came over the stream for {MAX_PAUSE_S:g} s; send without pauses, or end the call"
+        ) from None
 
 
 def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method, Handler]]:
@@ -78,6 +126,8 @@ def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method,
 
 def _uniform(method: Method, function: Callable[[Any], Any]) -> Handler:
     async def handler(requests: AsyncIterator[Any]) -> AsyncGenerator[Message, None]:
+        if method.client_streaming and method.name not in ENDLESS:
+            requests = _without_long_pauses(requests)
         argument = requests if method.client_streaming else await first_of(requests)
         if method.server_streaming:
             async for reply in function(argument):

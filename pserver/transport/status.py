@@ -45,7 +45,7 @@ def status_code(error: PserverError) -> grpc.StatusCode:
 
 def to_wire(error: PserverError) -> tuple[str, str]:
     """The class name and the message that travel."""
-    message = str(error)
+    message = str(error)[:MAX_ENCODED_BYTES]  # encoding a long one takes long
     while (encoded := len(quote(message, safe=_PLAIN))) > MAX_ENCODED_BYTES:
         message = message[: len(message) * MAX_ENCODED_BYTES // encoded]
     return type(error).__name__, message

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from pserver.errors import InvalidRequest, UnsupportedModel
-from pserver.wire.tensors import element_type
+from pserver.wire.tensors import MAX_DIMENSIONS, element_type
 
 ALIGNMENT_BYTES = 64
 #: Group of values that no optimizer steps: frozen parameters, and buffers that stay as they are.
@@ -34,7 +34,6 @@ MAX_MODEL_BYTES = 1 << 43
 MAX_TENSORS = 1_000_000
 MAX_BUCKETS = 1 << 18
 MAX_NAME_LENGTH = 1024
-MAX_DIMENSIONS = 64
 
 _GROUP_NAMES = {STORED: "stored", BUFFERS: "buffer"}
 

@@ -1,10 +1,15 @@
 """The element types that travel, and tensors as raw bytes without a copy."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pserver.errors import InvalidRequest, UnsupportedModel
+
+#: Most dimensions of a tensor that is decoded.
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,22 +105,33 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return memory_of(plain).tobytes()
 
 
+def size_in_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor that a message describes; takes no memory.
+
+    Raises:
+        InvalidRequest: more than `MAX_DIMENSIONS` dimensions, a negative one, or more bytes than torch can count.
+        UnsupportedModel: tensors of that dtype cannot travel.
+    """
+    element_type(dtype)
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"a tensor may have {MAX_DIMENSIONS} dimensions, but {len(shape)} came")
+    if any(size < 0 for size in shape):
+        raise InvalidRequest(f"a tensor's dimensions must not be negative, got shape {tuple(shape)}")
+    # Torch computes strides of empty tensors too, and refuses those that overflow.
+    if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
+        raise InvalidRequest(f"a tensor of shape {tuple(shape)} and {dtype} has more bytes than can be counted")
+    return math.prod(shape) * dtype.itemsize
+
+
 def from_bytes(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A new CPU tensor that owns a copy of `data`.
 
     Raises:
-        InvalidRequest: a negative dimension, or a size that does not fit the data.
+        InvalidRequest: a shape that no tensor has (see `size_in_bytes`), or a size that does not fit the data.
     """
-    element_type(dtype)
-    num_elements = 1
-    for size in shape:
-        if size < 0:
-            raise InvalidRequest(f"a tensor's dimensions must not be negative, got shape {shape}")
-        num_elements *= size
-    if num_elements * dtype.itemsize != len(data):
-        raise InvalidRequest(
-            f"a tensor of shape {shape} and {dtype} has {num_elements * dtype.itemsize} bytes, but {len(data)} came"
-        )
-    if num_elements == 0:
+    num_bytes = size_in_bytes(dtype, shape)
+    if num_bytes != len(data):
+        raise InvalidRequest(f"a tensor of shape {shape} and {dtype} has {num_bytes} bytes, but {len(data)} came")
+    if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

@@ -87,12 +87,14 @@ class RegisterModelReply(_message.Message):
     def __init__(self, initialise: _Optional[bool] = ..., placement: _Optional[_Iterable[_Union[_types_pb2.ShardPlacement, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("push_id", "model")
+    __slots__ = ("push_id", "model", "epoch")
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     push_id: _types_pb2.PushId
     model: str
-    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("round", "step")

@@ -27,7 +27,7 @@ from pserver.transport.methods import COORDINATOR
 from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import TensorSpec
 from tests.service.grpc_cluster import GrpcCluster, until
-from tests.service.wire_trainer import WireModel, WireTrainer, everywhere, spec
+from tests.service.wire_trainer import ARGUMENTS, WireModel, WireTrainer, everywhere, spec
 
 FLOAT = torch.float32
 HUGE = (1 << 62) - 1
@@ -58,6 +58,7 @@ ADDRESSED: dict[str, Requests] = {
     "Initialise": lambda model, address: model.initialise_requests(0, shard=address),
     "Step": lambda model, address: [model.step_request(0, 9.0, shard=address)],
     "Pull": lambda model, address: [model.pull_request(shard=address)],
+    "PullState": lambda model, address: [model.pull_state_request(shard=address)],
     "DropContext": lambda model, address: [model.drop_context_request(1, shard=address)],
 }
 
@@ -157,11 +158,27 @@ def test_trainers_that_never_joined_are_refused_by_the_coordinator(
     model.trainer.coordinator("Leave", coordinator_pb2.LeaveRequest(push_id=push_id))
 
 
-def test_a_commit_of_a_trainer_that_never_attached_enters_no_round(model: WireModel) -> None:
+def test_a_trainer_that_never_joined_is_refused_by_shards_once_the_news_of_it_could_have_come(
+    model: WireModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pserver.server.shard_host.ADMISSION_WAIT_S", 0.2)
     stranger = model.trainer.push_id(trainer_id=HUGE)
-    request = model.step_request(0, 500.0, push_id=stranger, commit=model.commit(1, wait_s=0.2))
-    with pytest.raises(PserverError):
+    request = model.step_request(0, 500.0, push_id=stranger, commit=model.commit(1), wait_s=0.2)
+    with pytest.raises(InvalidRequest, match=f"trainer {HUGE} has not joined"):
         model.call("Step", request)
+    assert model.trainer.cluster.num_contexts(model.name) == [0, 0]
+
+
+def test_a_commit_of_a_trainer_that_never_attached_enters_no_round(model: WireModel, cluster: GrpcCluster) -> None:
+    stranger = WireTrainer(cluster)
+    for server in (0, 1):
+        request = model.step_request(
+            server, 500.0, push_id=stranger.push_id(), commit=model.commit(1), wait_s=0.0, context_id=9
+        )
+        with pytest.raises(DeadlineExceeded):
+            model.call("Step", request, server=server)
+    assert cluster.model_status(model.name).round == 0
+    stranger.leave()
 
 
 # Chunks
@@ -216,8 +233,49 @@ def test_initial_values_that_do_not_fit_are_refused(trainer: WireTrainer, name: 
     for server in (0, 1):
         model.call("Initialise", *model.initialise_requests(server, 5.0), server=server)
     assert not trainer.register(spec(name), initialised=True).initialise
-    trainer.attach(name)
+    trainer.attach(name, model.epoch)
     assert [model.values(0), model.values(1)] == [everywhere(5.0)] * 2
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "another shard's bucket": {"bucket": 1},
+    "no such tensor": {"tensor": 7},
+    "a negative tensor": {"tensor": -1},
+    "a part of another place": {"start": 5},
+    "no start": {"start": None},
+    "too short": {"shape": [3], "data": bytes(12)},
+    "less data than its shape": {"data": bytes(8)},
+    "more data than its shape": {"data": bytes(512)},
+    "a gap": {"offset_bytes": 4},
+    "a negative dimension": {"shape": [-32]},
+    "an absurd shape": {"shape": [HUGE, HUGE]},
+    "unknown element type": {"dtype": 99},
+    "no tensor": {"plain": msgpack.packb("text"), "start": None, "shape": [], "data": b""},
+    "no msgpack": {"plain": b"\xc1\xff", "start": None, "shape": [], "data": b""},
+    "a complex value": {"dtype": 11, "data": bytes(256)},
+}
+
+
+@pytest.mark.parametrize("replaced", STATES.values(), ids=STATES)
+def test_optimizer_state_that_does_not_fit_is_refused_and_good_state_taken_after_it(
+    replaced: dict[str, Any], trainer: WireTrainer, name: str
+) -> None:
+    momentum = {"optimizer_groups": ({**ARGUMENTS, "momentum": 0.5},)}
+    reply = trainer.register(spec(name, **momentum))
+    model = WireModel(trainer, name, reply)
+    good = {"bucket": 0, "tensor": 0, "key": "momentum_buffer", "start": 0, "shape": [32], "dtype": 1}
+    good["data"] = torch.full((32,), 8.0).numpy().tobytes()
+    bad = {key: value for key, value in {**good, **replaced}.items() if value is not None}
+    first, values = model.initialise_requests(0)
+    with pytest.raises(InvalidRequest):
+        model.call("Initialise", first, shards_pb2.InitialiseRequest(state=[types_pb2.StateChunk(**bad)]), values)
+    first, values = model.initialise_requests(0)
+    model.call("Initialise", first, shards_pb2.InitialiseRequest(state=[types_pb2.StateChunk(**good)]), values)
+    model.call("Initialise", *model.initialise_requests(1), server=1)
+    trainer.register(spec(name, **momentum), initialised=True)
+    trainer.attach(name, model.epoch)
+    (state,) = model.call("PullState", model.pull_state_request())
+    assert [(each.key, each.data) for each in state.state] == [("momentum_buffer", good["data"])]
 
 
 def test_a_ready_model_takes_no_initial_values_of_another_trainer(model: WireModel, cluster: GrpcCluster) -> None:
@@ -254,6 +312,12 @@ COMMITS: dict[str, dict[str, Any]] = {
     "an option that is no number": {"options": options_to_bytes([{"lr": "fast"}])},
     "an option that is a list": {"options": options_to_bytes([{"lr": [1.0, 2.0]}])},
     "an option that torch does not have": {"options": options_to_bytes([{"params": 3}])},
+    "a negative norm": {"max_norm": -1.0},
+    "a norm of zero": {"max_norm": 0.0},
+    "a norm that is no number": {"max_norm": float("nan")},
+    "an infinite limit": {"clip_value": float("inf")},
+    "an unknown rule for infinities": {"nonfinite": "ignore"},
+    "no rule for infinities": {"nonfinite": ""},
 }
 
 
@@ -263,17 +327,44 @@ def test_commits_that_make_no_sense_are_refused_and_the_model_trains_on(
 ) -> None:
     model = trainer.model(name)
     for server in (0, 1):
-        commit = model.commit(**{"step": 1, "wait_s": 1.0, **replaced})
+        commit = model.commit(**{"step": 1, **replaced})
         with pytest.raises(InvalidRequest):
-            model.call("Step", model.step_request(server, 9.0, commit=commit), server=server)
+            model.call("Step", model.step_request(server, 9.0, commit=commit, wait_s=1.0), server=server)
     model.step(1, 2.0)
     assert [model.values(0), model.values(1)] == [everywhere(-2.0)] * 2
 
 
-@pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan"), 0.2])
-def test_a_wait_is_no_longer_than_asked(wait_s: float, model: WireModel) -> None:
+@pytest.mark.parametrize("method", ["Pull", "PullState"])
+@pytest.mark.parametrize("wait_s", [0.0, 0.2])
+def test_a_wait_is_no_longer_than_asked(wait_s: float, method: str, model: WireModel) -> None:
+    (request,) = ADDRESSED[method](model, model.address())
+    request.min_round, request.wait_s = 1000, wait_s
     with pytest.raises(DeadlineExceeded, match="round 1000"):
-        model.call("Pull", model.pull_request(min_round=1000, wait_s=wait_s), timeout_s=4.0)
+        model.call(method, request, timeout_s=4.0)
+
+
+@pytest.mark.parametrize("method", ["Pull", "PullState", "Step"])
+@pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf"), 1e9])
+def test_a_wait_that_makes_no_sense_is_refused(wait_s: float, method: str, model: WireModel) -> None:
+    (request,) = ADDRESSED[method](model, model.address())
+    request.wait_s = wait_s
+    with pytest.raises(InvalidRequest, match="wait_s"):
+        model.call(method, request, timeout_s=4.0)
+    assert model.trainer.cluster.num_contexts(model.name) == [0, 0]
+
+
+@pytest.mark.parametrize("base_round", [-5, HUGE])
+def test_a_gradient_of_a_round_that_nobody_can_have_seen_does_no_harm(
+    base_round: int, trainer: WireTrainer, name: str
+) -> None:
+    """A negative one counts as the first round, one of the future as the present round."""
+    model = trainer.model(name)
+    commit = model.commit(1, base_round=base_round)
+    with pytest.raises(DeadlineExceeded):
+        model.call("Step", model.step_request(0, 3.0, commit=commit, wait_s=0.0))
+    (reply, *_) = model.call("Step", model.step_request(1, 3.0, commit=commit), server=1)
+    assert (reply.outcome.accepted, reply.outcome.round, reply.outcome.staleness) == (True, 1, 0)
+    assert [model.values(0), model.values(1)] == [everywhere(-3.0)] * 2
 
 
 def test_steps_do_not_go_back(trainer: WireTrainer, name: str) -> None:
@@ -289,7 +380,7 @@ def test_steps_do_not_go_back(trainer: WireTrainer, name: str) -> None:
 def test_a_committed_context_takes_no_more_gradients_and_cannot_be_dropped(trainer: WireTrainer, name: str) -> None:
     model = trainer.model(name)
     with pytest.raises(DeadlineExceeded):
-        model.call("Step", model.step_request(0, 2.0, context_id=3, commit=model.commit(1, wait_s=0.0)))
+        model.call("Step", model.step_request(0, 2.0, context_id=3, commit=model.commit(1), wait_s=0.0))
     with pytest.raises(InvalidRequest, match="context 3"):
         model.call("Step", model.step_request(0, 9.0, context_id=3))
     with pytest.raises(PserverError, match="context 3"):
@@ -308,7 +399,8 @@ def tensor(**replaced: Any) -> TensorSpec:
 SPECS: dict[str, tuple[dict[str, Any], type[PserverError]]] = {
     "no tensors": ({"tensors": ()}, UnsupportedModel),
     "only empty tensors": ({"tensors": (tensor(shape=(0,)),)}, UnsupportedModel),
-    "only buffers": ({"tensors": (tensor(group=-1),)}, UnsupportedModel),
+    "only frozen parameters": ({"tensors": (tensor(group=-1),)}, UnsupportedModel),
+    "only buffers": ({"tensors": (tensor(group=-2),)}, UnsupportedModel),
     "a negative dimension": ({"tensors": (tensor(shape=(-4,)),)}, InvalidRequest),
     "two negative dimensions": ({"tensors": (tensor(shape=(-4, -4)),)}, InvalidRequest),
     "an absurd size": ({"tensors": (tensor(shape=(HUGE, HUGE, HUGE)),)}, InvalidRequest),
@@ -317,7 +409,7 @@ SPECS: dict[str, tuple[dict[str, Any], type[PserverError]]] = {
         InvalidRequest,
     ),
     "one name twice": ({"tensors": (tensor(), tensor())}, InvalidRequest),
-    "a group below -1": ({"tensors": (tensor(group=-2),)}, InvalidRequest),
+    "a group below -2": ({"tensors": (tensor(group=-3),)}, InvalidRequest),
     "a group that is not described": ({"tensors": (tensor(group=1),)}, InvalidRequest),
     "an absurd group": ({"tensors": (tensor(group=(1 << 31) - 1),)}, InvalidRequest),
     "a negative bucket size": ({"bucket_bytes": -64}, InvalidRequest),
@@ -336,6 +428,12 @@ SPECS: dict[str, tuple[dict[str, Any], type[PserverError]]] = {
     "an option that is no string": ({"optimizer_groups": ({1: 2},)}, UnsupportedOptimizer),
     "an unknown policy": ({"sync_policy": "whatever"}, InvalidRequest),
     "an unknown argument of a policy": ({"sync_policy_arguments": {"speed": 1}}, InvalidRequest),
+    "a lag that is no number": (
+        {"sync_policy": "ssp", "sync_policy_arguments": {"max_lag": "long"}},
+        InvalidRequest,
+    ),
+    "a deadline that is no number": ({"sync_policy_arguments": {"deadline": "soon"}}, InvalidRequest),
+    "an unknown policy for buffers": ({"buffers": "highest"}, InvalidRequest),
 }
 
 

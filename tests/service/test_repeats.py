@@ -30,7 +30,7 @@ from tests.service.wire_trainer import WireTrainer, everywhere, spec
 MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", "Step", "DropContext", "DropModel", "Leave")
 #: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, and
 #: commands and reports of a link are told again after every break.
-NOT_MUTATING = ("Status", "Pull", "Renew", "Link")
+NOT_MUTATING = ("Status", "Pull", "PullState", "Renew", "Link")
 
 ROUNDS = 2
 
@@ -140,8 +140,54 @@ def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
     assert cluster.num_contexts(f"{name}-spare") == [-1, -1]
 
 
+@pytest.mark.parametrize("kind", FaultKind, ids=lambda kind: kind.value)
+@pytest.mark.parametrize(
+    "method",
+    [
+        "RegisterModel",
+        "Initialise",
+        "Step",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Attach", "Pull", "PullState")),
+    ],
+)
+def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits(
+    method: str, kind: FaultKind, cluster: GrpcCluster, name: str
+) -> None:
+    """What a change of the model and a round of two phases add: state that travels, and preparing before deciding."""
+    batches = make_batches([4, 4], steps=4)
+    plan = FaultPlan()
+
+    def train(session: Cluster, model: str) -> list[torch.Tensor]:
+        module = make_module()
+        optimizer = pserver.optim.RemoteOptimizer(
+            torch.optim.Adam, module, lr=0.1, name=model, cluster=session, bucket_bytes=BUCKET_BYTES, max_norm=0.1
+        )
+        for number, batch in enumerate(of_rank(batches, session.rank)):
+            if number == 2:
+                state = optimizer.state_dict()
+                state["param_groups"][0]["lr"] = 0.02
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(module, batch).backward()
+            optimizer.step()
+        return values(module)
+
+    undisturbed = cluster.train(2, lambda session: train(session, f"{name}-undisturbed"))
+    plan.faults.append(Fault(kind=kind, method=method, times=3))
+    disturbed = cluster.train(2, lambda session: train(session, name), plan_of_rank_0=plan)
+
+    assert plan.struck == 3
+    assert_same_bits(disturbed, undisturbed)
+    until(lambda: not cluster.status().trainers, "everybody has left")
+    assert {(shard.round, shard.version) for shard in cluster.model_status(name).shards} == {(4, 4)}
+    assert cluster.num_contexts(name) == [0, 0]
+
+
 def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str) -> None:
-    """The reply comes too late, the gradient is in the round all the same; the next step comes after it."""
+    """The reply comes too late, the gradient is in the round all the same.
+
+    The next gradient was computed on the parameters of before, and is refused; the one after that counts.
+    """
     weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
     sessions = [cluster.connect(rank, 2) for rank in range(2)]
     with sessions[0], sessions[1]:
@@ -159,13 +205,37 @@ def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster,
         assert weights[0][0] == 0.0
 
         weights[0].grad = torch.full((10,), 100.0)
+        impatient.step()
+        assert not impatient.last_result.accepted
+        assert "computed on the parameters of round 0" in impatient.last_result.reason
+        assert weights[0][0] == -3.0
         with pytest.raises(TimeoutError):
             impatient.step()
-        assert weights[0][0] == -3.0, "the first step is settled before the second is sent"
         weights[1].grad = torch.full((10,), 0.0)
         patient.step()
         assert weights[1][0] == -53.0
         assert cluster.model_status(name).round == 2
+
+
+def test_a_step_that_timed_out_and_is_called_again_is_counted_once(cluster: GrpcCluster, name: str) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
+    sessions = [cluster.connect(rank, 2) for rank in range(2)]
+    with sessions[0], sessions[1]:
+        impatient, patient = (
+            pserver.optim.RemoteOptimizer(torch.optim.SGD, [weight], lr=1.0, name=name, cluster=session)
+            for weight, session in zip(weights, sessions, strict=True)
+        )
+        set_timeout(sessions[0], 1.0)
+        weights[0].grad = torch.full((10,), 2.0)
+        with pytest.raises(TimeoutError):
+            impatient.step()
+        weights[1].grad = torch.full((10,), 4.0)
+        patient.step()
+        impatient.step()
+        assert impatient.last_result.accepted
+        assert [weight[0].item() for weight in weights] == [-3.0, -3.0]
+        assert impatient.statistics().num_accepted == 1
+        assert cluster.model_status(name).round == 1
 
 
 # Message by message
@@ -188,7 +258,7 @@ def test_a_commit_sent_again_after_its_round_gets_the_same_outcome(cluster: Grpc
     trainer = WireTrainer(cluster)
     model = trainer.model(name)
     model.step(1, 1.0)
-    request = model.step_request(0, 1.0, commit=model.commit(2, wait_s=0.0))
+    request = model.step_request(0, 1.0, commit=model.commit(2), wait_s=0.0)
     with pytest.raises(TimeoutError):
         model.call("Step", request)
     model_on_1 = model.step_request(1, 1.0, commit=model.commit(2))
@@ -215,7 +285,7 @@ def test_a_repeat_below_what_was_acknowledged_is_refused_and_changes_nothing(clu
     newer = trainer.push_id()
     newer.lowest_unacknowledged = newer.sequence
     model.call("Step", model.step_request(0, 1.0, context_id=7, push_id=newer))
-    trainer.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=newer, model=name))
+    trainer.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=newer, model=name, epoch=model.epoch))
 
     for method, request in (("Step", late_push), ("DropContext", late_drop)):
         with pytest.raises(StalePush, match=str(trainer.trainer_id)):

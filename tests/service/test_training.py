@@ -73,7 +73,13 @@ def test_reflection_lists_the_services_of_a_server(server: int, expected: list[s
         file = database.FindFileContainingSymbol(SERVICES[1])
     assert {each for each in found if each.startswith("pserver")} == set(expected)
     assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= found
-    assert [method.name for method in file.service[0].method] == ["Initialise", "Pull", "Step", "DropContext"]
+    assert [method.name for method in file.service[0].method] == [
+        "Initialise",
+        "Pull",
+        "PullState",
+        "Step",
+        "DropContext",
+    ]
 
 
 def test_the_status_is_that_of_the_cluster_and_only_a_coordinator_has_it(cluster: GrpcCluster) -> None:

@@ -145,7 +145,7 @@ def test_a_trainer_that_stops_renewing_is_ended_and_the_round_goes_on_without_it
             for server in (0, 1):
                 held.call("Step", held.step_request(server, 100.0, context_id=1), server=server)
             # Only one shard has its commit: it must count on none.
-            request = held.step_request(0, 100.0, context_id=2, commit=held.commit(1, wait_s=0.0))
+            request = held.step_request(0, 100.0, context_id=2, commit=held.commit(1), wait_s=0.0)
             with pytest.raises(DeadlineExceeded):
                 held.call("Step", request)
             assert own.num_contexts(name) == [2, 1]

@@ -10,6 +10,7 @@ import torch
 
 from pserver.core.messages import ModelSpec
 from pserver.core.optimizers import constructor_arguments, numeric_options
+from pserver.core.sync import Bsp, policy_arguments
 from pserver.transport.convert import options_to_bytes, placement_from_proto, spec_to_proto
 from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
 from pserver.transport.methods import COORDINATOR, SHARDS
@@ -31,8 +32,9 @@ def spec(name: str, **replaced: Any) -> ModelSpec:
         "optimizer": "SGD",
         "optimizer_groups": (ARGUMENTS,),
         "sync_policy": "bsp",
-        "sync_policy_arguments": {},
+        "sync_policy_arguments": policy_arguments(Bsp()),
         "world_size": 1,
+        "buffers": "lowest",
     }
     return ModelSpec(**{**fields, **replaced})
 
@@ -70,9 +72,10 @@ class WireTrainer:
         )
         return self.coordinator("RegisterModel", request)
 
-    def attach(self, name: str) -> Any:
+    def attach(self, name: str, epoch: int = 1) -> Any:
         """Attaches to a model."""
-        return self.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=self.push_id(), model=name))
+        request = coordinator_pb2.AttachRequest(push_id=self.push_id(), model=name, epoch=epoch)
+        return self.coordinator("Attach", request)
 
     def renew(self) -> Any:
         """Renews the lease once."""
@@ -90,17 +93,18 @@ class WireTrainer:
             for server in range(len(model.placement)):
                 self.cluster.call(SHARDS["Initialise"], *model.initialise_requests(server, value), server=server)
             self.register(spec(name, world_size=world_size), initialised=True)
-        self.attach(name)
+        model.round = self.attach(name, reply.epoch).round
         return model
 
 
 class WireModel:
-    """A registered model of `spec`; each of two servers owns one bucket."""
+    """A registered model of `spec`; each of two servers owns one bucket. `round` is the last one it knows of."""
 
     def __init__(self, trainer: WireTrainer, name: str, reply: coordinator_pb2.RegisterModelReply) -> None:
         self.trainer = trainer
         self.name = name
         self.epoch = reply.epoch
+        self.round = 0
         self.placement = placement_from_proto(reply.placement)
         self.layout = build_layout(spec(name).tensors, spec(name).bucket_bytes)
 
@@ -111,7 +115,8 @@ class WireModel:
 
     def chunk(self, server: int, value: float, **replaced: Any) -> types_pb2.Chunk:
         """The bucket of a server, filled with one value."""
-        bucket = self.layout.buckets[self.placement[server].first_bucket]
+        (run,) = self.placement[server].runs
+        bucket = self.layout.buckets[run.start]
         data = torch.full((bucket.num_elements,), value).numpy().tobytes()
         return types_pb2.Chunk(**{"bucket": bucket.index, "offset_bytes": 0, "dtype": 1, "data": data, **replaced})
 
@@ -123,24 +128,26 @@ class WireModel:
             shards_pb2.InitialiseRequest(chunks=[self.chunk(server, value)]),
         ]
 
-    def commit(self, step: int, **replaced: Any) -> shards_pb2.Commit:
-        """A commit of one sample."""
+    def commit(self, step: int, **replaced: Any) -> types_pb2.Commit:
+        """A commit of one sample, computed on the last round."""
         fields = {
             "step": step,
             "samples": 1,
             "options": options_to_bytes([numeric_options("SGD", ARGUMENTS)]),
-            "wait_s": 5.0,
+            "base_round": self.round,
+            "nonfinite": "pass",
             **replaced,
         }
-        return shards_pb2.Commit(**fields)
+        return types_pb2.Commit(**fields)
 
     def step_request(self, server: int, value: float, **replaced: Any) -> shards_pb2.StepRequest:
-        """The one message of a Step call; without a commit unless one is given."""
+        """The one message of a Step call; without a commit unless one is given, which waits 5 s."""
         fields = {
             "shard": self.address(),
             "push_id": self.trainer.push_id(),
             "context_id": 1,
             "chunks": [self.chunk(server, value)],
+            "wait_s": 5.0,
             **replaced,
         }
         return shards_pb2.StepRequest(**fields)
@@ -148,6 +155,12 @@ class WireModel:
     def pull_request(self, **replaced: Any) -> shards_pb2.PullRequest:
         """A Pull of what there is."""
         return shards_pb2.PullRequest(
+            **{"shard": self.address(), "trainer_id": self.trainer.trainer_id, "wait_s": 2.0, **replaced}
+        )
+
+    def pull_state_request(self, **replaced: Any) -> shards_pb2.PullStateRequest:
+        """A PullState of what there is."""
+        return shards_pb2.PullStateRequest(
             **{"shard": self.address(), "trainer_id": self.trainer.trainer_id, "wait_s": 2.0, **replaced}
         )
 
@@ -164,12 +177,14 @@ class WireModel:
         """A whole step of a lone trainer."""
         commit = self.commit(number)
 
-        def one(server: int) -> None:
+        def one(server: int) -> Any:
             request = self.step_request(server, value, context_id=1000 + number, commit=commit)
-            self.call("Step", request, server=server)
+            return self.call("Step", request, server=server)
 
         with ThreadPoolExecutor(len(self.placement)) as pool:
-            list(pool.map(one, range(len(self.placement))))
+            for reply, *_ in pool.map(one, range(len(self.placement))):
+                assert reply.outcome.accepted, reply.outcome.reason
+                self.round = reply.outcome.round
 
     def values(self, server: int) -> list[float]:
         """What a shard holds."""

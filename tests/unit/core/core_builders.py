@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from pserver.core.contexts import CommitInfo
-from pserver.core.messages import CreateShard, ModelSpec
+from pserver.core.messages import CommitInfo, CreateShard, ModelSpec
+from pserver.core.optimizer_state import StatePiece
+from pserver.core.rules import NO_RULES, GradientRules
 from pserver.core.shard import Shard
 from pserver.core.staging import Staging
 from pserver.types import GroupOptions, PushId
-from pserver.wire.layout import Bucket, Layout, TensorSpec, build_layout
+from pserver.wire.layout import Bucket, Layout, TensorSpec
 from pserver.wire.tensors import element_type, from_bytes, to_bytes
 
 OPTIONS: tuple[GroupOptions, ...] = ({"lr": 0.5},)
@@ -29,6 +30,7 @@ def model_spec(
     sync_policy: str = "bsp",
     sync_policy_arguments: Mapping[str, object] | None = None,
     world_size: int = 1,
+    buffers: str = "lowest",
 ) -> ModelSpec:
     return ModelSpec(
         name=name,
@@ -39,6 +41,7 @@ def model_spec(
         sync_policy=sync_policy,
         sync_policy_arguments=sync_policy_arguments or {},
         world_size=world_size,
+        buffers=buffers,
     )
 
 
@@ -47,8 +50,18 @@ def push_id(sequence: int, *, trainer: int = 1, acknowledged: int = 1) -> PushId
     return PushId(trainer, sequence, acknowledged)
 
 
-def commit(step: int, *, samples: int = 1, options: Sequence[GroupOptions] = OPTIONS) -> CommitInfo:
-    return CommitInfo(step=step, samples=samples, options=tuple(options))
+def commit(
+    step: int,
+    *,
+    base_round: int = 0,
+    samples: int = 1,
+    options: Sequence[GroupOptions] = OPTIONS,
+    rules: GradientRules = NO_RULES,
+    overflow: bool = False,
+) -> CommitInfo:
+    return CommitInfo(
+        step=step, base_round=base_round, samples=samples, options=tuple(options), rules=rules, overflow=overflow
+    )
 
 
 def empty_flats(layout: Layout) -> list[torch.Tensor]:
@@ -76,30 +89,54 @@ def staged(buckets: Iterable[Bucket], layout: Layout, tensors: Mapping[str, torc
 
 
 class ShardUser:
-    """Talks to a shard in terms of whole tensors, as its only trainers would."""
+    """Talks to a shard in terms of whole tensors, as its only trainers would.
 
-    def __init__(self, spec: ModelSpec, *, epoch: int = 1, buckets: range | None = None) -> None:
-        self.layout = build_layout(spec.tensors, spec.bucket_bytes)
-        buckets = range(len(self.layout.buckets)) if buckets is None else buckets
-        self.shard = Shard(CreateShard(spec=spec, epoch=epoch, first_bucket=buckets.start, last_bucket=buckets.stop))
+    Args:
+        runs: of buckets that the shard owns; None: all.
+        round, version: of the placement that the shard replaces.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        epoch: int = 1,
+        runs: Iterable[range] | None = None,
+        round: int = 0,
+        version: int = 0,
+    ) -> None:
+        self.layout = spec.layout()
+        runs = (range(len(self.layout.buckets)),) if runs is None else tuple(runs)
+        self.shard = Shard(CreateShard(spec=spec, epoch=epoch, runs=runs, round=round, version=version))
 
     def initialised(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "ShardUser":
         """Initialises with mutation 1 of trainer 1, and is ready."""
-        self.shard.initialise(push_id(1), self.all(tensors or {}))
+        self.initialise(tensors or {})
         self.shard.make_ready(1)
         return self
+
+    def initialise(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[int, Sequence[StatePiece]] | None = None,
+        *,
+        trainer: int = 1,
+        sequence: int = 1,
+    ) -> object:
+        """Offers values and optimizer state to begin with; returns what the coordinator must hear."""
+        return self.shard.initialise(push_id(sequence, trainer=trainer), self.all(tensors), state or {})
 
     def all(self, tensors: Mapping[str, torch.Tensor]) -> Staging:
         """Initial values as they arrive."""
         return staged(self.shard.buckets, self.layout, tensors)
 
     def gradients(self, tensors: Mapping[str, torch.Tensor]) -> Staging:
-        """Gradients as they arrive."""
-        return staged(self.shard.trained, self.layout, tensors)
+        """Gradients and buffers as they arrive."""
+        return staged(self.shard.exchanged, self.layout, tensors)
 
     def nothing(self) -> Staging:
         """A stream without gradients."""
-        return Staging(self.shard.trained)
+        return Staging(self.shard.exchanged)
 
     def push(
         self,

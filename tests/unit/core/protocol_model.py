@@ -7,8 +7,8 @@ them are simulated here, one event at a time: `SimServer` mirrors `ShardHost` an
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,27 +16,35 @@ import torch
 
 from pserver.client.flattening import FlatBuffers
 from pserver.client.push_ids import PushIds
-from pserver.core.contexts import CommitInfo
-from pserver.core.coordinator import Coordinator
+from pserver.core.coordinator import Attachment, Coordinator
 from pserver.core.messages import (
+    AdmitTrainer,
     Apply,
     Command,
+    CommitInfo,
+    Committed,
     Contribution,
     CreateShard,
     Decision,
+    DropShard,
     EndTrainer,
     FailModel,
+    LivingTrainers,
     ModelReady,
     ModelSpec,
+    Prepare,
+    Reject,
     Report,
     ShardCreated,
     ShardFailed,
 )
+from pserver.core.rules import NO_RULES, NORM_EPSILON, GradientRules
 from pserver.core.shard import Shard
 from pserver.core.staging import Staging
-from pserver.errors import ConfigError, ModelFailed, PserverError, TrainerEnded, UnknownModel
+from pserver.core.sync import Async, Bsp, Ssp, SyncPolicy, policy_arguments
+from pserver.errors import ConfigError, ModelFailed, PserverError, RoundFailed, StaleEpoch, TrainerEnded, UnknownModel
 from pserver.types import ClusterStatus, GroupOptions, ModelStatus, PushId, StepResult
-from pserver.wire.layout import STORED, Bucket, TensorSpec, build_layout
+from pserver.wire.layout import BUFFERS, STORED, Bucket, TensorSpec, build_layout
 from pserver.wire.tensors import element_type
 
 TRAINER_LEASE_S = 10.0
@@ -45,33 +53,67 @@ SERVER_LEASE_S = 1000.0
 TICK_S = 1.0
 COORDINATOR = "coordinator"
 MODEL = "model"
-BUCKET_BYTES = 64
 #: After this many rounds of retries in a healed cluster, whatever still waits waits for ever.
 MAX_ROUNDS_OF_RETRIES = 40
 
-#: Three parameters in two groups, and a buffer: five buckets.
+#: Three parameters in two groups, a buffer that travels with every step, and one that does not.
 TENSORS = (
     TensorSpec(name="a", shape=(20,), dtype=torch.float32, group=0),
     TensorSpec(name="b", shape=(3, 5), dtype=torch.float32, group=1),
     TensorSpec(name="c", shape=(7,), dtype=torch.float32, group=0),
-    TensorSpec(name="buffer", shape=(3,), dtype=torch.int64, group=STORED),
+    TensorSpec(name="statistics", shape=(5,), dtype=torch.float32, group=BUFFERS),
+    TensorSpec(name="constant", shape=(3,), dtype=torch.int64, group=STORED),
 )
-STEPPED = [index for index, spec in enumerate(TENSORS) if spec.group != STORED]
-LAYOUT = build_layout(TENSORS, BUCKET_BYTES)
-_FLATS = FlatBuffers(LAYOUT, torch.device("cpu"))
+STEPPED = [index for index, spec in enumerate(TENSORS) if spec.group >= 0]
+BUFFER = next(index for index, spec in enumerate(TENSORS) if spec.group == BUFFERS)
+EXCHANGED = [*STEPPED, BUFFER]
+
+Tensors = dict[int, torch.Tensor]
 
 
-def make_spec(world_size: int) -> ModelSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a cluster trains with; every trainer asks for the same rules."""
+
+    policy: SyncPolicy = field(default_factory=Bsp)
+    rules: GradientRules = NO_RULES
+    buffers: str = "lowest"
+
+
+class Form:
+    """One way to cut the model into buckets; each change of its description cuts it in the other one."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.layout = build_layout(TENSORS, bucket_bytes)
+        self._flats = FlatBuffers(self.layout, torch.device("cpu"))
+
+    def pack(self, tensors: Tensors) -> dict[int, bytes]:
+        """Tensors by index in `TENSORS` -> bytes by bucket. Buckets of tensors that are not given hold anything."""
+        self._flats.gather(tensors)
+        return {bucket.index: bytes(self._flats.bucket_bytes(bucket)) for bucket in self.layout.buckets}
+
+
+_FORMS = (Form(64), Form(128))
+
+
+def form_of(version: int) -> Form:
+    """How the model is cut after so many changes of its description."""
+    return _FORMS[version % len(_FORMS)]
+
+
+def make_spec(setup: Setup, world_size: int, version: int) -> ModelSpec:
     """The model of every test here: SGD, whose arithmetic the reference repeats."""
     return ModelSpec(
         name=MODEL,
         tensors=TENSORS,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=form_of(version).bucket_bytes,
         optimizer="SGD",
         optimizer_groups=({"lr": 1.0, "foreach": False},) * 2,
-        sync_policy="bsp",
-        sync_policy_arguments={},
+        sync_policy=setup.policy.name,
+        sync_policy_arguments=policy_arguments(setup.policy),
         world_size=world_size,
+        buffers=setup.buffers,
     )
 
 
@@ -80,16 +122,16 @@ def options_of(lr: float) -> tuple[GroupOptions, ...]:
     return ({"lr": lr}, {"lr": 2 * lr})
 
 
-def pack(tensors: Sequence[torch.Tensor | None]) -> dict[int, bytes]:
-    """One tensor for each of `TENSORS` -> bytes by bucket."""
-    _FLATS.gather(tensors)
-    return {bucket.index: bytes(_FLATS.bucket_bytes(bucket)) for bucket in LAYOUT.buckets}
-
-
-def integers(spec: TensorSpec, seed: int) -> torch.Tensor:
+def integers(index: int, seed: int) -> torch.Tensor:
     """A tensor of small integers that differ from seed to seed; sums of them are exact."""
+    spec = TENSORS[index]
     numbers = (torch.arange(spec.num_elements) * (2 * seed + 7) + 5 * seed) % 17 - 8
     return numbers.to(spec.dtype).reshape(spec.shape)
+
+
+def initial_values(number: int, version: int) -> Tensors:
+    """What a trainer has to begin with, or in its hands when the description is changed."""
+    return {index: integers(index, 100 + number + 37 * version) for index in range(len(TENSORS))}
 
 
 # What trainers ask for
@@ -104,11 +146,13 @@ class Join:
 class Register:
     push_id: PushId
     initialised: bool
+    replaces: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
     push_id: PushId
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +193,13 @@ ShardCall = Initialise | Pull | Push | DropContext
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """One call to one or several targets; repeats of it are equal messages."""
+    """One call to one or several targets; repeats of it are equal messages. `epoch` and `version` are the model's."""
 
     trainer: "SimTrainer"
     targets: tuple[str, ...]
     call: CoordinatorCall | ShardCall
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,11 +232,16 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeStep:
-    """Commit; `all_pushed` commits what earlier pushes brought, if there were any."""
+    """Commit; `all_pushed` commits what earlier pushes brought, if there were any.
+
+    `odd` puts a NaN into the gradient, if the setup has a rule for that; `overflow` says that loss scaling overflowed.
+    """
 
     samples: int = 1
     lr: float = 1.0
     all_pushed: bool = False
+    odd: bool = False
+    overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +259,12 @@ class Quit:
     """Leave the cluster."""
 
 
-Action = TakeStep | PushEarly | Abandon | Quit
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Go on with another description of the model."""
+
+
+Action = TakeStep | PushEarly | Abandon | Quit | Change
 
 
 # The reference
@@ -216,70 +272,167 @@ Action = TakeStep | PushEarly | Abandon | Quit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What one trainer really computed for one step, on the parameters of `base_round`."""
+    """What one trainer really computed for one step, on the parameters of `base_round`; with its buffer."""
 
-    tensors: list[torch.Tensor]
+    tensors: Tensors
     samples: int
     options: tuple[GroupOptions, ...]
     base_round: int
+    overflow: bool
+
+    def num_nonfinite(self) -> int:
+        """NaN and infinite elements."""
+        return sum(int((~self.tensors[index].isfinite()).sum()) for index in STEPPED)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Electorate:
-    """Trainers that were expected before and after the call in which a round was decided."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closing:
+    """What was known in the call in which a round was closed: members before and after it, and their last commits."""
 
     before: frozenset[int]
     after: frozenset[int]
+    latest: Mapping[int, Gradient]
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """A trainer that attached after `round`, when these others were expected already."""
+
+    round: int
+    trainer_id: int
+    others: frozenset[int]
+
+
+class _Epoch:
+    """One placement of the model, and its values after each round."""
+
+    def __init__(self, version: int, first_round: int) -> None:
+        self.version = version
+        self.first_round = first_round
+        self.initialiser: int | None = None
+        self.tensors: list[Tensors] = []
+        self.packed: list[dict[int, bytes]] = []
+
+    @property
+    def last_round(self) -> int:
+        """The last one of which the decision is known."""
+        return self.first_round + len(self.tensors) - 1
+
+    def add(self, tensors: Tensors) -> None:
+        """Values after one more round."""
+        self.tensors.append(tensors)
+        self.packed.append(form_of(self.version).pack(tensors))
 
 
 class Reference:
     """What must be true, kept from what trainers computed and what left the coordinator."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, setup: Setup, world_size: int) -> None:
+        self.setup = setup
         self.world_size = world_size
-        self.initialiser: int | None = None
-        self.ready = False
         self.failed = False
         self.server_lost = False
         self.round = 0
-        self.decisions: list[Decision] = []
+        self.epoch = 0
+        self.epochs: dict[int, _Epoch] = {}
+        self.decisions: dict[int, Decision] = {}
+        self.plans: dict[int, Decision] = {}
+        self.rejections: dict[tuple[int, int], Reject] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.living: frozenset[int] = frozenset()
+        self.ranks: dict[int, int] = {}
+        self.since: dict[int, int] = {}
         self.attached: set[int] = set()
-        self.complete = False
+        self.complete = not setup.policy.gathers
+        self.now_s = 0.0
+        #: A change of description that every trainer asks for from a round on.
+        self.wanted_version = 0
+        self.wanted_from_round = 0
         self._counted: set[tuple[int, int]] = set()
+        self._acknowledged: set[tuple[int, int]] = set()
         self._reached: dict[tuple[int, int], set[str]] = {}
-        self._electorates: list[_Electorate] = []
-        self._tensors: list[list[torch.Tensor]] = []
-        self._packed: list[dict[int, bytes]] = []
+        self._heard: dict[tuple[int, int], set[str]] = {}
+        self._whole_s: dict[tuple[int, int], float] = {}
+        self._latest: dict[int, Gradient] = {}
+        self._closings: list[_Closing] = []
+        self._told: set[tuple[int, int]] = set()
+        self._arrivals: list[_Arrival] = []
+        self._clocks: dict[int, int] = {}
 
     @property
     def expected(self) -> frozenset[int]:
-        """Trainers that the next round must count."""
+        """Trainers that take part."""
         return frozenset(self.attached) & self.living
 
-    def observe(self, status: ClusterStatus, initial: Callable[[int], list[torch.Tensor]]) -> None:
-        """Follows the coordinator after each call to it; `initial` gives the initial values of a trainer."""
+    @property
+    def version(self) -> int:
+        """Of the description that is registered now."""
+        return self.epochs[self.epoch].version if self.epochs else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the present placement has its initial values."""
+        return bool(self.epochs) and bool(self.epochs[self.epoch].tensors)
+
+    # What is seen of the coordinator
+
+    def observe(self, status: ClusterStatus, now_s: float) -> None:
+        """Follows the coordinator after each call to it."""
         before = self.expected
+        self.now_s = now_s
         self.complete = self.complete or len(before) >= self.world_size
         self.living = frozenset(each.trainer_id for each in status.trainers)
+        self.ranks |= {each.trainer_id: each.rank for each in status.trainers}
         for model in status.models:
-            self._observe(model, before, initial)
+            self._observe(model, before)
 
-    def _observe(
-        self, model: ModelStatus, before: frozenset[int], initial: Callable[[int], list[torch.Tensor]]
-    ) -> None:
+    def _observe(self, model: ModelStatus, before: frozenset[int]) -> None:
         assert model.round >= self.round, f"the coordinator went back from round {self.round} to {model.round}"
         assert model.round == self.round or not self.failed, "a round was decided after the model had failed"
-        self._electorates += [_Electorate(before=before, after=self.expected)] * (model.round - self.round)
+        closing = _Closing(before=before, after=self.expected, latest=dict(self._latest), now_s=self.now_s)
+        self._closings += [closing] * (model.round - self.round)
         self.round = model.round
         self.failed = model.state == "failed"
-        assert not self.failed or self.server_lost, f"the model failed without a reason: {model.failure}"
-        if model.state == "ready" and not self.ready:
-            self.ready = True
-            assert self.initialiser is not None, "the model is ready, but nobody was asked to initialise it"
-            self._tensors.append(initial(self.initialiser))
-            self._packed.append(pack(self._tensors[0]))
+        deserted = not self.expected and self.wanted_version > 0
+        assert not self.failed or self.server_lost or deserted, f"the model failed without a reason: {model.failure}"
+
+    def created(self, command: CreateShard) -> None:
+        """A placement of the model is made, or made known again."""
+        if command.epoch in self.epochs:
+            return
+        assert command.epoch > self.epoch, f"{command} follows epoch {self.epoch}"
+        assert command.round == self.round, f"the shards of {command} must begin at round {self.round}"
+        version = self.version + 1 if self.epochs else 0
+        assert command.spec.bucket_bytes == form_of(version).bucket_bytes
+        self.epoch = command.epoch
+        self.epochs[command.epoch] = _Epoch(version, command.round)
+        self._heard.clear()
+        self._latest.clear()
+        self._told |= {(trainer_id, self.round) for trainer_id in self.expected}
+
+    def asked_to_initialise(self, epoch: int, trainer_id: int) -> None:
+        """A trainer is told that it sends the initial values."""
+        assert self.version == 0 or trainer_id in self.attached, f"{trainer_id} does not have what was trained"
+        self.epochs[epoch].initialiser = trainer_id
+
+    def made_ready(self, command: ModelReady, initial: Tensors) -> None:
+        """The values of one trainer become the model's."""
+        epoch = self.epochs[command.epoch]
+        assert command.initialiser == epoch.initialiser, f"{command}, but {epoch.initialiser} was asked for its values"
+        if not epoch.tensors:
+            epoch.add(initial)
+
+    def has_attached(self, trainer_id: int, attachment: Attachment) -> None:
+        """A trainer takes part from now on."""
+        if trainer_id not in self.attached:
+            arrival = _Arrival(round=attachment.round, trainer_id=trainer_id, others=self.expected)
+            self._arrivals.append(arrival)
+            self._told.add((trainer_id, attachment.round))
+            self.since[trainer_id] = attachment.round
+            self.attached.add(trainer_id)
+
+    # What is seen of gradients
 
     def computed(self, trainer_id: int, step: int, gradient: Gradient) -> None:
         """A trainer has computed a gradient and is about to commit it."""
@@ -289,65 +442,256 @@ class Reference:
         """A shard has taken everything of a step."""
         self._reached.setdefault((trainer_id, step), set()).add(server)
 
-    def decided(self, decision: Decision, owners: frozenset[str]) -> None:
-        """A decision leaves the coordinator, for the first time or again."""
-        if decision.round <= len(self.decisions):
-            assert decision == self.decisions[decision.round - 1], f"round {decision.round} was decided twice"
+    def heard(self, server: str, report: Committed, owners: frozenset[str], now_s: float) -> None:
+        """The coordinator is about to hear that a shard has everything of a step."""
+        step = (report.trainer_id, report.commit.step)
+        if report.epoch != self.epoch or report.trainer_id not in self.expected or self._is_settled(step):
             return
-        assert decision.round == len(self.decisions) + 1 <= self.round, f"round {decision.round} came out of turn"
-        assert self.complete, "a round was decided before all trainers were there together"
-        self._check_members(decision, owners)
-        self._check_arithmetic(decision)
-        self._counted.update((each.trainer_id, each.step) for each in decision.contributions)
-        self.decisions.append(decision)
-        self._apply(decision)
+        servers = self._heard.setdefault(step, set())
+        servers.add(server)
+        if step not in self._whole_s and servers >= owners:
+            self._whole_s[step] = now_s
+            self._latest[report.trainer_id] = self.gradients[step]
 
-    def values(self, round_number: int) -> dict[int, bytes]:
+    def _is_settled(self, step: tuple[int, int]) -> bool:
+        return step in self._counted or step in self.rejections
+
+    # What leaves the coordinator
+
+    def prepared(self, command: Prepare, owners: frozenset[str]) -> None:
+        """The members of a round leave the coordinator, before its decision."""
+        plan = command.plan
+        if plan.round in self.plans:
+            assert plan == self.plans[plan.round], f"round {plan.round} was planned twice"
+            return
+        assert not plan.skip, f"{command} has nothing to look at"
+        assert command.look_for_nonfinite == self.setup.rules.look_for_nonfinite
+        assert self.setup.rules.need_look
+        self._close(plan, owners)
+        self.plans[plan.round] = plan
+
+    def decided(self, command: Apply, owners: frozenset[str]) -> None:
+        """A decision leaves the coordinator, for the first time or again."""
+        decision = command.decision
+        known = self.decisions.get(decision.round)
+        if known is not None:
+            assert decision == known, f"round {decision.round} was decided twice"
+            return
+        epoch = self.epochs[command.epoch]
+        assert command.epoch == self.epoch
+        assert decision.round == epoch.last_round + 1 <= self.round, f"round {decision.round} came out of turn"
+        plan = self.plans.get(decision.round)
+        if plan is None:
+            self._close(decision, owners)
+            assert decision.skip or not self.setup.rules.need_look, f"{decision} was not prepared"
+            assert (decision.grad_norm, decision.num_nonfinite, decision.error) == (None, 0, "")
+            assert (decision.clip_coefficient, decision.clip_value) == (1.0, self.setup.rules.clip_value)
+        else:
+            self._check_treatment(plan, decision)
+        self.decisions[decision.round] = decision
+        epoch.add(self._after(epoch.tensors[-1], decision))
+
+    def rejected(self, command: Reject) -> None:
+        """A refusal leaves the coordinator, for the first time or again."""
+        step = (command.trainer_id, command.step)
+        known = self.rejections.get(step)
+        if known is not None:
+            assert command == known, f"step {step} was refused twice"
+            return
+        assert step not in self._counted, f"step {step} is in a round, and refused"
+        assert step in self._whole_s, f"step {step} was refused before every shard had it"
+        self._check_reason(command, self.gradients[step])
+        self.rejections[step] = command
+        self._told.add((command.trainer_id, command.round))
+
+    def values(self, epoch: int, round_number: int) -> dict[int, bytes]:
         """Every bucket as it must be after a round."""
-        return self._packed[round_number]
+        known = self.epochs[epoch]
+        return known.packed[round_number - known.first_round]
 
     def acknowledged(self, trainer_id: int, step: int, result: StepResult) -> None:
         """A trainer has heard what became of its step."""
-        assert result.accepted, f"step {step} of trainer {trainer_id} was refused: {result.reason}"
-        assert result.round <= len(self.decisions), f"round {result.round} was acknowledged, but never decided"
-        decision = self.decisions[result.round - 1]
-        counted = [(each.trainer_id, each.step) for each in decision.contributions]
-        assert (trainer_id, step) in counted, f"step {step} of trainer {trainer_id} is not in round {result.round}"
-        assert result.num_trainers == len(counted)
+        key = (trainer_id, step)
+        assert key not in self._acknowledged, f"step {key} was acknowledged twice"
+        self._acknowledged.add(key)
+        if not result.accepted:
+            refused = self.rejections[key]
+            assert (result.round, result.reason, result.error) == (refused.round, refused.reason, refused.error)
+            assert (result.stepped, result.num_trainers, result.staleness) == (False, 0, refused.staleness)
+            return
+        assert result.round in self.decisions, f"round {result.round} was acknowledged, but never decided"
+        decision = self.decisions[result.round]
+        counted = {(each.trainer_id, each.step): each for each in decision.contributions}
+        assert key in counted, f"step {step} of trainer {trainer_id} is not in round {result.round}"
+        assert (result.num_trainers, result.staleness) == (len(counted), counted[key].staleness)
+        assert (result.stepped, result.reason, result.error) == (not decision.skip, decision.skip, decision.error)
+        assert (result.overflow, result.num_nonfinite) == (decision.overflow, decision.num_nonfinite)
+        assert result.grad_norm is decision.grad_norm
         assert result.options == decision.options
 
-    def _check_members(self, decision: Decision, owners: frozenset[str]) -> None:
-        members = frozenset(each.trainer_id for each in decision.contributions)
-        electorate = self._electorates[decision.round - 1]
-        assert electorate.after <= members <= electorate.before, f"{decision} must count every expected trainer"
-        for each in decision.contributions:
+    # Whether a round may be what it is
+
+    def _close(self, plan: Decision, owners: frozenset[str]) -> None:
+        assert self.complete, "a round was decided before all trainers were there together"
+        closing = self._closings[plan.round - 1]
+        self._check_members(plan, owners, closing)
+        self._check_policy(plan, closing)
+        self._check_weights(plan)
+        self._check_leading(plan, closing)
+        for each in plan.contributions:
+            self._counted.add((each.trainer_id, each.step))
+            self._told.add((each.trainer_id, plan.round))
+            self._clocks[each.trainer_id] += 1
+
+    def _check_members(self, plan: Decision, owners: frozenset[str], closing: _Closing) -> None:
+        members = {each.trainer_id for each in plan.contributions}
+        assert members, f"{plan} has no members"
+        assert members <= closing.before, f"{plan} counts trainers that were not expected"
+        ranks = [each.rank for each in plan.contributions]
+        assert ranks == sorted(set(ranks)), f"{plan} is not in order of rank"
+        assert ranks == [self.ranks[each.trainer_id] for each in plan.contributions]
+        for each in plan.contributions:
             step = (each.trainer_id, each.step)
-            assert step not in self._counted, f"step {step} is counted again by {decision}"
+            assert not self._is_settled(step), f"step {step} is counted again by {plan}, or was refused"
             lacking = owners - self._reached.get(step, set())
-            assert not lacking, f"{decision} counts step {step}, which {sorted(lacking)} never had"
-            base_round = self.gradients[step].base_round
-            assert base_round == decision.round - 1, f"{decision} counts a gradient of round {base_round}"
+            assert not lacking, f"{plan} counts step {step}, which {sorted(lacking)} never had"
+            age = plan.round - 1 - self.gradients[step].base_round
+            assert each.staleness == age, f"{plan}: step {step} is {age} rounds old"
 
-    def _check_arithmetic(self, decision: Decision) -> None:
-        ranks = [each.rank for each in decision.contributions]
-        assert ranks == sorted(set(ranks)), f"{decision} is not in order of rank"
-        gradients = [self._gradient(each) for each in decision.contributions]
+    def _check_policy(self, plan: Decision, closing: _Closing) -> None:
+        self._follow_arrivals(plan.round)
+        policy = self.setup.policy
+        if isinstance(policy, Bsp):
+            self._check_bsp(policy, plan, closing)
+            return
+        (only,) = plan.contributions
+        if isinstance(policy, Async):
+            bound = policy.max_staleness
+            assert bound is None or only.staleness <= bound, f"{plan} is beyond the bound of {policy}"
+            return
+        assert isinstance(policy, Ssp)
+        slowest = min(self._clocks[each] for each in closing.after | {only.trainer_id})
+        lag = self._clocks[only.trainer_id] - slowest
+        assert lag <= policy.max_lag, f"{plan}: {lag} steps ahead of the slowest, under {policy}"
+
+    def _check_bsp(self, policy: Bsp, plan: Decision, closing: _Closing) -> None:
+        members = {each.trainer_id for each in plan.contributions}
+        assert all(each.staleness == 0 for each in plan.contributions), f"{plan} counts gradients of other rounds"
+        if policy == Bsp():
+            assert closing.after <= members, f"{plan} must count every expected trainer"
+        in_step = {each for each in closing.after if (each, plan.round - 1) in self._told}
+        if in_step <= members or len(members) >= len(closing.after) - policy.backup_workers:
+            return
+        assert policy.deadline is not None, f"{plan} leaves out {in_step - members}"
+        assert policy.absent == "exclude", f"{plan} leaves out {in_step - members}"
+        first_s = min(self._whole_s[each.trainer_id, each.step] for each in plan.contributions)
+        assert closing.now_s - first_s >= policy.deadline, f"{plan} leaves out {in_step - members} too early"
+
+    def _check_reason(self, command: Reject, gradient: Gradient) -> None:
+        policy = self.setup.policy
+        age = command.round - gradient.base_round
+        assert command.staleness == age, f"{command} is {age} rounds old"
+        if isinstance(policy, Bsp) and command.error == RoundFailed.__name__:
+            assert policy.absent == "fail"
+            assert age == 0
+            waited_s = self.now_s - self._whole_s[command.trainer_id, command.step]
+            assert waited_s >= 0
+        elif isinstance(policy, Bsp):
+            assert age > 0, f"{command} is not late"
+            assert policy != Bsp(), f"{command}, but every round takes every trainer"
+        else:
+            assert isinstance(policy, Async), f"{command}, but {policy} refuses nothing"
+            assert policy.max_staleness is not None
+            assert age > policy.max_staleness
+
+    def _follow_arrivals(self, round_number: int) -> None:
+        """Trainers that attached before this round begin where the slowest of the others was."""
+        while self._arrivals and self._arrivals[0].round < round_number:
+            arrival = self._arrivals.pop(0)
+            others = [self._clocks[each] for each in arrival.others]
+            self._clocks[arrival.trainer_id] = min(others, default=0)
+
+    def _check_weights(self, plan: Decision) -> None:
+        gradients = [self._gradient(each) for each in plan.contributions]
         common = math.gcd(*(each.samples for each in gradients)) or 1
-        assert [each.weight for each in decision.contributions] == [each.samples // common for each in gradients]
-        assert decision.divisor == sum(each.samples // common for each in gradients)
-        assert decision.options == gradients[0].options, f"{decision} must take the options of its lowest rank"
+        assert [each.weight for each in plan.contributions] == [each.samples // common for each in gradients]
+        assert plan.divisor == sum(each.samples // common for each in gradients)
+        assert plan.overflow == any(each.overflow for each in gradients)
+        assert bool(plan.skip) == (plan.overflow or not plan.divisor)
 
-    def _apply(self, decision: Decision) -> None:
-        values = list(self._tensors[-1])
-        if decision.divisor:
-            for index in STEPPED:
-                total = torch.zeros(TENSORS[index].shape)
-                for each in decision.contributions:
-                    total = total + self._gradient(each).tensors[index] * each.weight
-                lr = decision.options[TENSORS[index].group]["lr"]
-                values[index] = values[index] - lr * (total / decision.divisor)
-        self._tensors.append(values)
-        self._packed.append(pack(values))
+    def _check_leading(self, plan: Decision, closing: _Closing) -> None:
+        """Options and buffers are the leader's: of those at the end of the call, or before others had ended."""
+        members = {each.trainer_id for each in plan.contributions}
+        electorates = [closing.after | members, closing.before]
+        ranked = [sorted(each & closing.latest.keys(), key=self._seniority) for each in electorates]
+        between = [each for each in ranked[1] if self._seniority(each) <= self._seniority(ranked[0][0])]
+        leaders = [closing.latest[each].options for each in (ranked[0][0], *between)]
+        assert plan.options in leaders, f"{plan} must take the options of whoever leads, {leaders}"
+        present = [each for each in plan.contributions if each.weight]
+        if self.setup.buffers != "lowest" or not present:
+            assert plan.buffers_from == 0
+        elif not self.setup.policy.mixed_rounds:
+            assert plan.buffers_from == present[0].trainer_id
+        else:
+            contributing = [{each for each in some if closing.latest[each].samples} for some in ranked]
+            lowest = {min(self.ranks[each] for each in some) for some in contributing}
+            allowed = {present[0].trainer_id if present[0].rank == rank else 0 for rank in lowest}
+            assert plan.buffers_from in allowed, f"{plan} must take the buffers of the lowest rank of all, or none"
+
+    def _seniority(self, trainer_id: int) -> tuple[int, int]:
+        """Those who have been there longest lead, and of them the lowest rank."""
+        return self.since[trainer_id], self.ranks[trainer_id]
+
+    # Arithmetic
+
+    def _check_treatment(self, plan: Decision, decision: Decision) -> None:
+        rules = self.setup.rules
+        counted = [self._gradient(each) for each in plan.contributions if each.weight]
+        num_nonfinite = sum(each.num_nonfinite() for each in counted) if rules.look_for_nonfinite else 0
+        assert decision.num_nonfinite == num_nonfinite
+        assert bool(decision.skip) == bool(num_nonfinite)
+        coefficient = 1.0
+        if rules.max_norm is None:
+            assert decision.grad_norm is None
+        elif not num_nonfinite:
+            norm = math.sqrt(sum(self._mean(plan, index).double().square().sum().item() for index in STEPPED))
+            assert decision.grad_norm is not None
+            assert math.isclose(decision.grad_norm, norm, rel_tol=1e-9), f"{decision} has the norm {norm}"
+            coefficient = min(1.0, rules.max_norm / (decision.grad_norm + NORM_EPSILON))
+        assert num_nonfinite or decision.clip_coefficient == coefficient
+        expected = replace(
+            plan,
+            clip_coefficient=decision.clip_coefficient,
+            clip_value=rules.clip_value,
+            skip=decision.skip,
+            error=decision.error,
+            grad_norm=decision.grad_norm,
+            num_nonfinite=num_nonfinite,
+        )
+        assert decision == expected, f"{decision} is not what was planned: {plan}"
+
+    def _after(self, before: Tensors, decision: Decision) -> Tensors:
+        after = dict(before)
+        for index in STEPPED if decision.divisor and not decision.skip else ():
+            mean = self._mean(decision, index)
+            if decision.clip_coefficient != 1.0:
+                mean = mean * decision.clip_coefficient
+            if decision.clip_value is not None:
+                mean = mean.clamp(-decision.clip_value, decision.clip_value)
+            after[index] = before[index] - decision.options[TENSORS[index].group]["lr"] * mean
+        if decision.divisor and self.setup.buffers == "mean":
+            after[BUFFER] = self._mean(decision, BUFFER)
+        for each in decision.contributions:
+            if each.trainer_id == decision.buffers_from:
+                after[BUFFER] = self._gradient(each).tensors[BUFFER]
+        return after
+
+    def _mean(self, decision: Decision, index: int) -> torch.Tensor:
+        total = torch.zeros(TENSORS[index].shape)
+        for each in decision.contributions:
+            if each.weight:
+                total = total + self._gradient(each).tensors[index] * each.weight
+        return total / decision.divisor
 
     def _gradient(self, contribution: Contribution) -> Gradient:
         return self.gradients[contribution.trainer_id, contribution.step]
@@ -392,8 +736,14 @@ class Ledger:
         """A context was dropped."""
         self._contexts.pop((trainer_id, context_id), None)
 
-    def applied(self, decision: Decision) -> None:
-        """A round has used up the contexts that it counts."""
+    def refused(self, trainer_id: int, step: int) -> None:
+        """A step enters no round; its context is freed."""
+        known = [key for key, committed in self._contexts.items() if key[0] == trainer_id and committed == step]
+        for key in known:
+            del self._contexts[key]
+
+    def taken(self, decision: Decision) -> None:
+        """A round has taken the contexts that it counts."""
         counted = {(each.trainer_id, each.step) for each in decision.contributions}
         self._contexts = {key: step for key, step in self._contexts.items() if (key[0], step) not in counted}
 
@@ -431,18 +781,34 @@ class Link:
     incarnation: int
     up: deque[Report] = field(default_factory=deque)
     down: deque[Command | None] = field(default_factory=lambda: deque([None]))
-    ended: set[int] = field(default_factory=set)
+    admitted: set[int] | None = None
     broken: bool = False
 
-    def tell(self, command: Command) -> None:
-        """The coordinator says something. What it says of a trainer before and after its end must be in that order."""
-        if isinstance(command, EndTrainer):
-            self.ended.add(command.trainer_id)
-        elif isinstance(command, Apply):
-            late = self.ended & {each.trainer_id for each in command.decision.contributions}
-            assert not late, f"{command} follows the end of trainers {late}"
+    def tell(self, command: Command, *, planned: Collection[int]) -> None:
+        """The coordinator says something. What it says of a trainer before and after its end must be in that order.
+
+        Args:
+            planned: rounds whose members every shard has been told already.
+        """
+        if isinstance(command, LivingTrainers):
+            assert self.admitted is None, "who lives is told once"
+            self.admitted = set(command.trainer_ids)
+        elif isinstance(command, AdmitTrainer):
+            assert self.admitted is not None
+            self.admitted.add(command.trainer_id)
+        elif isinstance(command, EndTrainer):
+            assert self.admitted is not None
+            self.admitted.discard(command.trainer_id)
+        elif isinstance(command, Prepare):
+            self._check_order(command, command.plan)
+        elif isinstance(command, Apply) and command.decision.round not in planned:
+            self._check_order(command, command.decision)
         if not self.broken:
             self.down.append(command)
+
+    def _check_order(self, command: Command, decision: Decision) -> None:
+        members = {each.trainer_id for each in decision.contributions}
+        assert self.admitted is None or members <= self.admitted, f"{command} follows the end of {members}"
 
 
 #: Answers one call that waits; None as long as it must wait.
@@ -467,8 +833,11 @@ class SimServer:
         self.breaks_down = False
         self.link: Link | None = None
         self.shard: Shard | None = None
+        self.living: set[int] = set()
         self.ended: set[int] = set()
+        self._highest_id = 0
         self._welcomed = False
+        self._too_early: dict[Ask, Request] = {}
         self._ledger = Ledger()
         self._waiting: dict[Ask, tuple[Request, Poll]] = {}
         self._last_round = 0
@@ -479,6 +848,7 @@ class SimServer:
         self.shard = None
         self.link = None
         self._waiting.clear()
+        self._too_early.clear()
 
     def __repr__(self) -> str:
         return self.name
@@ -502,7 +872,7 @@ class SimServer:
     @property
     def holds(self) -> Set[Ask]:
         """Calls that wait here."""
-        return self._waiting.keys()
+        return self._waiting.keys() | self._too_early.keys()
 
     # Commands and reports
 
@@ -514,6 +884,12 @@ class SimServer:
                 self._report(report)
         elif isinstance(command, CreateShard):
             self._create(command)
+        elif isinstance(command, AdmitTrainer):
+            self._admit([command.trainer_id])
+        elif isinstance(command, LivingTrainers):
+            for trainer_id in self.living - set(command.trainer_ids):
+                self._end_trainer(trainer_id)
+            self._admit(command.trainer_ids)
         elif isinstance(command, EndTrainer):
             self._end_trainer(command.trainer_id)
         elif self.shard is not None and self.shard.epoch == command.epoch:
@@ -529,7 +905,7 @@ class SimServer:
         assert shard.failure is None or shard.round == self._last_round, f"{self.name} has failed, but goes on"
         self._last_round = shard.round
         if shard.ready:
-            expected = self._reference.values(shard.round)
+            expected = self._reference.values(shard.epoch, shard.round)
             for bucket in shard.buckets:
                 where = f"{self.name}, bucket {bucket.index}, round {shard.round}"
                 assert shard.read(bucket.index).tobytes() == expected[bucket.index], f"{where}: other values"
@@ -538,34 +914,59 @@ class SimServer:
     def _handle_for(self, shard: Shard, command: Command) -> None:
         if isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
-            return
-        assert isinstance(command, ModelReady | Apply), f"{self.name} was told {command}"
-        try:
-            self._compute(shard, command)
-        except (MemoryError, ModelFailed) as error:
-            shard.failure = shard.failure or str(error)
-            self._report(ShardFailed(model=MODEL, epoch=shard.epoch, failure=str(error)))
+        elif isinstance(command, DropShard):
+            shard.failure = shard.failure or "dropped"
+            self.shard = None
+        elif isinstance(command, Reject):
+            shard.reject(command)
+            self._ledger.refused(command.trainer_id, command.step)
+        else:
+            assert isinstance(command, ModelReady | Prepare | Apply), f"{self.name} was told {command}"
+            try:
+                self._compute(shard, command)
+            except (MemoryError, ModelFailed) as error:
+                shard.failure = shard.failure or str(error)
+                self._report(ShardFailed(model=MODEL, epoch=shard.epoch, failure=str(error)))
 
-    def _compute(self, shard: Shard, command: ModelReady | Apply) -> None:
-        new = not shard.ready if isinstance(command, ModelReady) else command.decision.round > shard.round
-        if self.breaks_down and new:
+    def _compute(self, shard: Shard, command: ModelReady | Prepare | Apply) -> None:
+        if self.breaks_down and self._is_new(shard, command):
             self.breaks_down = False
             raise MemoryError("out of memory")
         if isinstance(command, ModelReady):
             shard.make_ready(command.initialiser)
             self._ledger.made_ready()
+        elif isinstance(command, Prepare):
+            self._report(shard.prepare(command))
+            self._ledger.taken(command.plan)
         else:
             self._report(shard.apply(command.decision))
-            self._ledger.applied(command.decision)
+            self._ledger.taken(command.decision)
+
+    @staticmethod
+    def _is_new(shard: Shard, command: ModelReady | Prepare | Apply) -> bool:
+        if isinstance(command, ModelReady):
+            return not shard.ready
+        return isinstance(command, Prepare) or command.decision.round > shard.round
 
     def _create(self, command: CreateShard) -> None:
-        if self.shard is None:
+        if self.shard is None or self.shard.epoch != command.epoch:
             self.shard = Shard(command)
+            self._ledger = Ledger()
+            self._last_round = command.round
             self._report(ShardCreated(model=MODEL, epoch=command.epoch))
-        assert self.shard.epoch == command.epoch
+
+    def _admit(self, trainer_ids: Collection[int]) -> None:
+        self.living.update(trainer_ids)
+        self._highest_id = max([self._highest_id, *trainer_ids])
+        for ask, request in list(self._too_early.items()):
+            if ask.trainer.trainer_id <= self._highest_id:
+                del self._too_early[ask]
+                self.serve(request)
 
     def _end_trainer(self, trainer_id: int) -> None:
+        self.living.discard(trainer_id)
         self.ended.add(trainer_id)
+        self._highest_id = max(self._highest_id, trainer_id)
         if self.shard is not None:
             self.shard.end_trainer(trainer_id)
         self._ledger.ended(trainer_id)
@@ -578,6 +979,9 @@ class SimServer:
 
     def serve(self, request: Request) -> None:
         """Carries out a trainer's call, and answers it now or later."""
+        if request.ask.trainer.trainer_id > self._highest_id:
+            self._too_early[request.ask] = request
+            return
         try:
             poll = self._carry_out(request.ask)
         except PserverError as error:
@@ -598,17 +1002,17 @@ class SimServer:
 
     def _carry_out(self, ask: Ask) -> Poll:
         call, trainer_id = ask.call, ask.trainer.trainer_id
-        if trainer_id in self.ended:
+        if trainer_id not in self.living:
             raise TrainerEnded(f"{self.name} refuses trainer {trainer_id}")
         if self.shard is None:
             raise UnknownModel(f"{self.name} holds no shard")
-        self.shard.check(ask.trainer.epoch, LAYOUT.fingerprint)
+        self.shard.check(ask.epoch, form_of(ask.version).layout.fingerprint)
         if isinstance(call, Pull):
             return partial(self._pulled, self.shard, call.min_round)
         assert isinstance(call, Initialise | Push | DropContext)
         self._ledger.arrived(call.push_id)
         if isinstance(call, Initialise):
-            self._report(self.shard.initialise(call.push_id, _staged(self.shard.buckets, call.values)))
+            self._report(self.shard.initialise(call.push_id, _staged(self.shard.buckets, call.values), {}))
             if self._ledger.carried_out(call.push_id):
                 self._ledger.initialised(call.push_id.trainer_id)
         elif isinstance(call, DropContext):
@@ -622,7 +1026,7 @@ class SimServer:
         return lambda: True
 
     def _push(self, shard: Shard, call: Push) -> None:
-        staging = _staged(shard.trained, call.gradients or {})
+        staging = _staged(shard.exchanged, call.gradients or {})
         report = shard.push(call.push_id, call.context_id, staging, frozenset(), call.commit)
         if report is not None:
             self._report(report)
@@ -677,12 +1081,14 @@ class SimTrainer:
         self.number = number
         self.trainer_id: int | None = None
         self.epoch = 0
+        self.version = 0
+        self.attached = False
         self.running = True
         self.renews = True
         self.has_renewed = False
-        self.initial = [integers(spec, 100 + number) for spec in TENSORS]
         self.ask: Ask | None = None
         self._reference = reference
+        self._setup = reference.setup
         self._post = post
         self._answers: dict[str, Any] = {}
         self._push_ids = PushIds(0)
@@ -690,7 +1096,7 @@ class SimTrainer:
         self._base_round = 0
         self._step = 0
         self._context_id = 1
-        self._early: list[list[torch.Tensor]] = []
+        self._early: list[Tensors] = []
         self._num_gradients = 0
         self._life = self._live()
         self._go_on(None)
@@ -709,9 +1115,20 @@ class SimTrainer:
         return self.ask is not None and isinstance(self.ask.call, Push) and self.ask.call.commit is not None
 
     def act(self, action: Action) -> None:
-        """Tells an idle trainer what to do next."""
+        """Tells an idle trainer what to do next; a change of description that all take part in comes first."""
         assert self.idle
-        self._go_on(action)
+        self._go_on(Change() if self.must_change else action)
+
+    @property
+    def must_change(self) -> bool:
+        """Whether it has come to where everybody asks for another description."""
+        reference = self._reference
+        return self.version < reference.wanted_version and self._base_round >= reference.wanted_from_round
+
+    @property
+    def changes(self) -> bool:
+        """Whether it waits for the others to change the description."""
+        return self.ask is not None and isinstance(self.ask.call, Register) and self.ask.call.replaces > 0
 
     def send(self) -> None:
         """Sends its call to everybody who has not answered; again, if it was sent before."""
@@ -754,71 +1171,97 @@ class SimTrainer:
 
     def _check_refusal(self, error: PserverError) -> None:
         """A trainer that does nothing wrong is refused only if its lease has ended or the model has lost a server."""
+        reference = self._reference
         if isinstance(error, TrainerEnded):
-            assert not (self.renews and self.trainer_id in self._reference.living), f"{self.ask}: {error}"
+            assert not (self.renews and self.trainer_id in reference.living), f"{self.ask}: {error}"
+        elif isinstance(error, StaleEpoch | UnknownModel) and self.epoch != reference.epoch:
+            assert not self.attached, f"{self.ask}: {error!r}"  # the model was changed before it took part
         else:
             assert isinstance(error, ModelFailed | UnknownModel), f"{self.ask}: {error!r}"
-            assert self._reference.server_lost, f"{self.ask}: {error!r}"
+            assert reference.server_lost or reference.failed, f"{self.ask}: {error!r}"
 
     # What it does, in order
 
     def _live(self) -> Generator[Ask | None, Any, None]:
         self.trainer_id = yield from self._coordinator(Join(nonce=f"nonce {self.number}"))
         self._push_ids = PushIds(self.trainer_id)
-        initialised = False
-        while (yield from self._register(initialised)):
-            with self._push_ids.one() as push_id:
-                yield from self._every_shard(Initialise(push_id=push_id, values=pack(self.initial)))
-            initialised = True
-        with self._push_ids.one() as push_id:
-            attached = yield from self._coordinator(Attach(push_id=push_id))
-        self._receive((yield from self._every_shard(Pull(min_round=attached))))
-        assert self._base_round == attached
+        yield from self._take_part(replaces=0)
         while not isinstance(action := (yield None), Quit):
             if isinstance(action, TakeStep):
                 yield from self._take_step(action)
             elif isinstance(action, PushEarly):
                 yield from self._push_early()
+            elif isinstance(action, Change):
+                self.version += 1
+                self._new_context()
+                yield from self._take_part(replaces=self.epoch)
             else:
                 yield from self._abandon()
         self.renews = False
         with self._push_ids.one() as push_id:
             yield from self._coordinator(Leave(push_id=push_id))
 
-    def _register(self, initialised: bool) -> Generator[Ask, Any, bool]:
+    def _take_part(self, replaces: int) -> Generator[Ask, Any, None]:
+        initialised = False
+        while (yield from self._register(initialised, replaces)):
+            values = form_of(self.version).pack(initial_values(self.number, self.version))
+            with self._push_ids.one() as push_id:
+                yield from self._every_shard(Initialise(push_id=push_id, values=values))
+            initialised = True
         with self._push_ids.one() as push_id:
-            registration = yield from self._coordinator(Register(push_id=push_id, initialised=initialised))
+            attachment = yield from self._coordinator(Attach(push_id=push_id, epoch=self.epoch))
+        yield from self._receive((yield from self._every_shard(Pull(min_round=attachment.round))))
+        self.attached = True
+        assert self._base_round >= attachment.round
+        assert self._base_round == attachment.round or self._setup.policy != Bsp()
+
+    def _register(self, initialised: bool, replaces: int) -> Generator[Ask, Any, bool]:
+        with self._push_ids.one() as push_id:
+            call = Register(push_id=push_id, initialised=initialised, replaces=replaces)
+            registration = yield from self._coordinator(call)
         self.epoch = registration.epoch
+        self.version = self._reference.epochs[self.epoch].version
         self._shards = tuple(each.server for each in registration.placement)
         return registration.initialise
 
     def _take_step(self, action: TakeStep) -> Generator[Ask, Any, None]:
         all_pushed = action.all_pushed and bool(self._early)
         if not all_pushed:
-            self._early.append(self._gradient())
-        last = None if all_pushed else pack([*self._early[-1], None])
+            self._early.append(self._gradient(odd=action.odd and self._setup.rules.look_for_nonfinite))
+        last = None if all_pushed else form_of(self.version).pack(self._early[-1])
         self._step += 1
         options = options_of(action.lr)
         gradient = Gradient(
-            tensors=[torch.stack(pushes).sum(0) for pushes in zip(*self._early, strict=True)],
+            tensors={index: torch.stack([each[index] for each in self._early]).sum(0) for index in STEPPED}
+            | {BUFFER: self._early[-1][BUFFER]},
             samples=action.samples,
             options=options,
             base_round=self._base_round,
+            overflow=action.overflow,
         )
         self._reference.computed(self.trainer_id, self._step, gradient)
-        commit = CommitInfo(step=self._step, samples=action.samples, options=options)
+        commit = CommitInfo(
+            step=self._step,
+            base_round=self._base_round,
+            samples=action.samples,
+            options=options,
+            rules=self._setup.rules,
+            overflow=action.overflow,
+        )
         with self._push_ids.one() as push_id:
             push = Push(push_id=push_id, context_id=self._context_id, gradients=last, commit=commit)
             answers = yield from self._every_shard(push)
         self._new_context()
-        self._receive(answers)
-        for each in answers.values():
-            assert each.result.round == self._base_round
-            self._reference.acknowledged(self.trainer_id, self._step, each.result)
+        result, *others = [each.result for each in answers.values()]
+        assert all(other == result for other in others), f"shards disagree about step {self._step}: {result}, {others}"
+        self._reference.acknowledged(self.trainer_id, self._step, result)
+        yield from self._receive(answers)
+        assert self._base_round >= result.round or self._setup.policy.mixed_rounds
+        assert self._base_round == result.round or self._setup.policy != Bsp()
 
     def _push_early(self) -> Generator[Ask, Any, None]:
         self._early.append(self._gradient())
-        gradients = pack([*self._early[-1], None])
+        gradients = form_of(self.version).pack(self._early[-1])
         with self._push_ids.one() as push_id:
             push = Push(push_id=push_id, context_id=self._context_id, gradients=gradients, commit=None)
             yield from self._every_shard(push)
@@ -829,23 +1272,32 @@ class SimTrainer:
         self._new_context()
 
     def _coordinator(self, call: CoordinatorCall) -> Generator[Ask, Any, Any]:
-        answers = yield Ask(self, (COORDINATOR,), call)
+        answers = yield self._asking((COORDINATOR,), call)
         return answers[COORDINATOR]
 
     def _every_shard(self, call: ShardCall) -> Generator[Ask, Any, dict[str, Any]]:
-        return (yield Ask(self, self._shards, call))
+        return (yield self._asking(self._shards, call))
 
-    def _receive(self, answers: Mapping[str, Values]) -> None:
-        """Takes the parameters of one round from every shard."""
-        rounds = {each.round for each in answers.values()}
-        assert len(rounds) == 1, f"trainer {self.trainer_id} was sent a mix of the rounds {rounds}"
-        (self._base_round,) = rounds
-        found = {index: data for each in answers.values() for index, data in each.buckets.items()}
-        assert found == self._reference.values(self._base_round), f"other parameters after round {self._base_round}"
+    def _asking(self, targets: tuple[str, ...], call: CoordinatorCall | ShardCall) -> Ask:
+        return Ask(self, targets, call, self.epoch, self.version)
 
-    def _gradient(self) -> list[torch.Tensor]:
+    def _receive(self, answers: Mapping[str, Values]) -> Generator[Ask, Any, None]:
+        """Takes the parameters of every shard: of one round, unless the policy allows a mix."""
+        while not self._setup.policy.mixed_rounds and len(rounds := {each.round for each in answers.values()}) > 1:
+            assert self._setup.policy != Bsp(), f"{self} was sent a mix of the rounds {rounds}"
+            answers = yield from self._every_shard(Pull(min_round=max(rounds)))
+        self._base_round = min(each.round for each in answers.values())
+        for server, each in answers.items():
+            expected = self._reference.values(self.epoch, each.round)
+            for bucket, data in each.buckets.items():
+                assert data == expected[bucket], f"{server} sent other values of bucket {bucket} after {each.round}"
+
+    def _gradient(self, *, odd: bool = False) -> Tensors:
         self._num_gradients += 1
-        return [integers(TENSORS[index], 31 * self.number + self._num_gradients) for index in STEPPED]
+        gradient = {index: integers(index, 31 * self.number + self._num_gradients) for index in EXCHANGED}
+        if odd:
+            gradient[STEPPED[self._num_gradients % len(STEPPED)]].view(-1)[-1] = math.nan
+        return gradient
 
     def _new_context(self) -> None:
         self._context_id += 1
@@ -858,14 +1310,13 @@ class SimTrainer:
 class Cluster:
     """Coordinator, servers, trainers, and every message between them. Nothing moves unless it is told to."""
 
-    def __init__(self, *, num_servers: int, world_size: int) -> None:
+    def __init__(self, setup: Setup, *, num_servers: int, world_size: int) -> None:
         self.now_s = 0.0
-        self.reference = Reference(world_size)
+        self.reference = Reference(setup, world_size)
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
         self._messages: list[tuple[object, object, object]] = []
         self.trainers: list[SimTrainer] = []
-        self._spec = make_spec(world_size)
         self._core = Coordinator(
             trainer_lease_s=TRAINER_LEASE_S,
             server_lease_s=SERVER_LEASE_S,
@@ -975,7 +1426,9 @@ class Cluster:
         report = link.up.popleft()
         self._trace(link.server, COORDINATOR, report)
         if self._core.server_heard(link.server, self.now_s):
-            self._core.report(link.server, report)
+            if isinstance(report, Committed):
+                self.reference.heard(link.server, report, self._owners, self.now_s)
+            self._core.report(link.server, report, self.now_s)
             self._changed()
         else:
             self._end_link(link)
@@ -998,10 +1451,13 @@ class Cluster:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Calls that wait look again; all but registrations are answered at once."""
-        for request in list(self._waiting.values()):
+        """Calls that wait look again; all but registrations are answered at once.
+
+        The last to ask looks first: it is the one with the least right to be asked for initial values.
+        """
+        for request in reversed(list(self._waiting.values())):
             try:
-                value = self._call(request.ask.call)
+                value = self._call(request.ask)
             except PserverError as error:
                 value = error
             if value is not None:
@@ -1010,39 +1466,72 @@ class Cluster:
                 self._follow()
         self._follow()
 
-    def _call(self, call: CoordinatorCall | ShardCall) -> Any:
+    def _call(self, ask: Ask) -> Any:
+        call = ask.call
         if isinstance(call, Join):
             trainer_id = self._core.join(call.nonce, -1, self.now_s).trainer_id
             assert self._ids.setdefault(call.nonce, trainer_id) == trainer_id, f"{call} made two trainers"
             return trainer_id
         if isinstance(call, Register):
-            registration = self._core.register(call.push_id, self._spec, initialised=call.initialised)
-            if registration is not None and registration.initialise and not self.reference.ready:
-                self.reference.initialiser = call.push_id.trainer_id
-            return registration
+            return self._register(ask, call)
         if isinstance(call, Attach):
-            attached = self._core.attach(call.push_id, MODEL)
-            self.reference.attached.add(call.push_id.trainer_id)
-            return attached
+            attachment = self._core.attach(call.push_id, MODEL, call.epoch, self.now_s)
+            self.reference.has_attached(call.push_id.trainer_id, attachment)
+            return attachment
         assert isinstance(call, Leave)
-        self._core.leave(call.push_id)
+        self._core.leave(call.push_id, self.now_s)
         return True
+
+    def _register(self, ask: Ask, call: Register) -> Any:
+        # A newcomer describes the model as it is by then.
+        version = ask.version if call.replaces else self.reference.version
+        spec = make_spec(self.reference.setup, self.reference.world_size, version)
+        registration = self._core.register(call.push_id, spec, initialised=call.initialised, replaces=call.replaces)
+        if registration is not None and registration.initialise:
+            assert registration.epoch == self.reference.epoch or self.reference.ready
+            if registration.epoch == self.reference.epoch and not self.reference.ready:
+                self.reference.asked_to_initialise(registration.epoch, call.push_id.trainer_id)
+        return registration
 
     def _changed(self) -> None:
         """To be called after every other call to the coordinator."""
         self._follow()
         self._look_again()
 
-    def _follow(self) -> None:
-        self.reference.observe(self._core.status(self.now_s), self._initial_values)
-        for name, command in self._core.take_commands():
-            if isinstance(command, Apply):
-                self.reference.decided(command.decision, frozenset(each.name for each in self.servers))
-            if name in self._links:
-                self._links[name].tell(command)
+    @property
+    def _owners(self) -> frozenset[str]:
+        return frozenset(each.name for each in self.servers)
 
-    def _initial_values(self, trainer_id: int) -> list[torch.Tensor]:
-        return next(each.initial for each in self.trainers if each.trainer_id == trainer_id)
+    def _follow(self) -> None:
+        reference = self.reference
+        reference.observe(self._core.status(self.now_s), self.now_s)
+        for name, command in self._core.take_commands():
+            if isinstance(command, CreateShard):
+                reference.created(command)
+            elif isinstance(command, ModelReady):
+                reference.made_ready(command, self._initial_values(command))
+            elif isinstance(command, Prepare):
+                reference.prepared(command, self._owners)
+            elif isinstance(command, Apply):
+                reference.decided(command, self._owners)
+            elif isinstance(command, Reject):
+                reference.rejected(command)
+            if name in self._links:
+                self._links[name].tell(command, planned=reference.plans.keys())
+
+    def _initial_values(self, command: ModelReady) -> Tensors:
+        (initialiser,) = (each for each in self.trainers if each.trainer_id == command.initialiser)
+        return initial_values(initialiser.number, self.reference.epochs[command.epoch].version)
+
+    def change_description(self, after_rounds: int) -> None:
+        """From some round on every trainer asks for another description, unless such a change is under way.
+
+        That round must be a later one: somebody may be at work for the next already, and wait for the others.
+        """
+        reference = self.reference
+        if reference.version == reference.wanted_version and reference.ready:
+            reference.wanted_version += 1
+            reference.wanted_from_round = reference.round + after_rounds
 
     # Links
 
@@ -1188,7 +1677,7 @@ class Cluster:
 
     def _help(self) -> None:
         """Everybody takes part in a round that somebody waits for; what was lost, and only that, is sent again."""
-        if any(each.steps for each in self.waiting_trainers):
+        if any(each.steps or each.changes for each in self.waiting_trainers):
             for trainer in self.idle_trainers:
                 trainer.act(TakeStep())
             if not self.reference.complete:
@@ -1202,8 +1691,10 @@ class Cluster:
         reference = self.reference
         running = {each.trainer_id for each in self.running_trainers}
         assert reference.living == running, f"trainers {reference.living - running} are dead, but still members"
-        assert len(reference.decisions) == reference.round or reference.failed, "decisions were never told"
         status = self._core.status(self.now_s)
+        if reference.ready and not reference.failed:
+            assert reference.epochs[reference.epoch].last_round == reference.round, "decisions were never told"
+            self._check_counts(status)
         known_rounds = {shard.server: shard.round for model in status.models for shard in model.shards}
         for server in self.servers:
             if server.shard is None:
@@ -1215,3 +1706,19 @@ class Cluster:
                 assert server.shard.round == reference.round, f"{server.name} is behind"
                 assert known_rounds[server.name] == reference.round, f"the coordinator has not heard of {server.name}"
                 assert server.remembers <= running, f"{server.name} remembers the dead"
+
+    def _check_counts(self, status: ClusterStatus) -> None:
+        """What the coordinator counts, as long as no placement was given up with decisions that nobody heard."""
+        reference = self.reference
+        (model,) = status.models
+        if reference.version == 0:
+            ages = [
+                each.staleness
+                for decision in reference.decisions.values()
+                for each in decision.contributions
+                if each.weight
+            ]
+            assert model.num_accepted == len(ages)
+            assert model.staleness == {age: ages.count(age) for age in ages}
+            assert model.num_skipped == sum(bool(each.skip) for each in reference.decisions.values())
+            assert model.num_rejected >= len(reference.rejections)

@@ -2,11 +2,12 @@ import dataclasses
 import itertools
 
 import pytest
-from core_builders import OPTIONS, model_spec, tensor_spec
+from core_builders import commit, model_spec, tensor_spec
 
 from pserver.clock import ManualClock
-from pserver.core.coordinator import Coordinator
+from pserver.core.coordinator import Attachment, Coordinator
 from pserver.core.messages import (
+    AdmitTrainer,
     Applied,
     Apply,
     Committed,
@@ -14,17 +15,23 @@ from pserver.core.messages import (
     DropShard,
     EndTrainer,
     FailModel,
+    LivingTrainers,
     ModelReady,
+    Prepare,
+    Prepared,
+    Reject,
     ShardCreated,
     ShardFailed,
     ShardInitialised,
 )
+from pserver.core.rules import GradientRules
 from pserver.errors import (
     ConfigError,
     InvalidRequest,
     LayoutMismatch,
     ModelFailed,
     RankTaken,
+    StaleEpoch,
     StalePush,
     TrainerEnded,
     UnknownModel,
@@ -62,17 +69,25 @@ class Cluster:
         sequence = next(self._sequences)
         return PushId(trainer, sequence, 1)
 
-    def register(self, trainer, spec=SPEC):
-        return self.coordinator.register(self.new_id(trainer), spec)
+    def register(self, trainer, spec=SPEC, **about):
+        return self.coordinator.register(self.new_id(trainer), spec, **about)
 
-    def attach(self, trainer, name="m"):
-        return self.coordinator.attach(self.new_id(trainer), name)
+    def attach(self, trainer, name="m", *, epoch=1):
+        return self.coordinator.attach(self.new_id(trainer), name, epoch, self.clock.now_s())
 
-    def told(self):
-        """What servers were told since the last call, by server and in order."""
+    def leave(self, trainer):
+        self.coordinator.leave(self.new_id(trainer), self.clock.now_s())
+
+    def told(self, *, living=False):
+        """What servers were told since the last call, by server and in order.
+
+        Args:
+            living: whether to count who has joined and who lives.
+        """
         told = {}
         for server, command in self.coordinator.take_commands():
-            told.setdefault(server, []).append(command)
+            if living or not isinstance(command, AdmitTrainer | LivingTrainers):
+                told.setdefault(server, []).append(command)
         return told
 
     def placed(self, name="m"):
@@ -80,7 +95,7 @@ class Cluster:
         return [shard.server for shard in model.shards]
 
     def report(self, report_type, server, *, name="m", epoch=1, **fields):
-        self.coordinator.report(server, report_type(model=name, epoch=epoch, **fields))
+        self.coordinator.report(server, report_type(model=name, epoch=epoch, **fields), self.clock.now_s())
 
     def shards_created(self, **about):
         for server in self.placed(about.get("name", "m")):
@@ -97,12 +112,14 @@ class Cluster:
         assert self.register(trainer, spec).initialise
         self.shards_initialised(trainer, name=spec.name, epoch=epoch)
         assert not self.register(trainer, spec).initialise
-        self.attach(trainer, spec.name)
+        self.attach(trainer, spec.name, epoch=epoch)
         self.told()
 
-    def commit(self, trainer, step, *, servers=None, samples=1, **about):
-        for server in servers or self.placed():
-            self.report(Committed, server, trainer_id=trainer, step=step, samples=samples, options=OPTIONS, **about)
+    def commit(self, trainer, step, *, servers=None, name="m", epoch=1, **about):
+        """By default on the parameters of the last round."""
+        info = commit(step, **{"base_round": self.model(name).round, **about})
+        for server in servers or self.placed(name):
+            self.report(Committed, server, trainer_id=trainer, commit=info, name=name, epoch=epoch)
 
     def applied(self, round_number, *, servers=None):
         for server in servers or self.placed():
@@ -156,7 +173,7 @@ def test_ids_are_never_reused():
     seen = []
     for number in range(5):
         seen.append(cluster.join(f"nonce {number}", 0))
-        cluster.coordinator.leave(cluster.new_id(seen[-1]))
+        cluster.leave(seen[-1])
     assert seen == [70, 71, 72, 73, 74]
 
 
@@ -185,12 +202,30 @@ def test_a_trainer_that_renews_lives_on(cluster):
 def test_every_server_is_told_once_that_a_trainer_has_ended(cluster):
     trainer = cluster.join("a")
     for _ in range(2):
-        cluster.coordinator.leave(cluster.new_id(trainer))
+        cluster.leave(trainer)
     assert cluster.told() == {server: [EndTrainer(trainer_id=trainer)] for server in ("s0", "s1")}
 
 
+def test_every_server_is_told_who_joins_and_who_lives_when_it_links(cluster):
+    first = cluster.join("a")
+    told = cluster.told(living=True)
+    assert told == {server: [LivingTrainers(trainer_ids=()), AdmitTrainer(trainer_id=first)] for server in ("s0", "s1")}
+    second = cluster.join("b")
+    cluster.leave(first)
+    cluster.told()
+    cluster.link("s2")
+    assert cluster.told(living=True) == {"s2": [LivingTrainers(trainer_ids=(second,))]}
+
+
+def test_a_join_that_is_repeated_admits_the_same_trainer_again(cluster):
+    trainer = cluster.join("a")
+    cluster.told(living=True)
+    cluster.join("a")
+    assert cluster.told(living=True)["s0"] == [AdmitTrainer(trainer_id=trainer)]
+
+
 def test_a_trainer_that_was_never_here_may_leave(cluster):
-    cluster.coordinator.leave(cluster.new_id(99))
+    cluster.leave(99)
     assert cluster.told() == {}
 
 
@@ -210,9 +245,10 @@ def test_a_model_is_placed_when_enough_servers_have_joined():
         ("s0", CreateShard),
         ("s1", CreateShard),
     ]
-    parts = [(command.first_bucket, command.last_bucket) for (command,) in told.values()]
-    assert parts[0][0] == 0
-    assert parts[0][1] == parts[1][0]
+    (first,), (second,) = [command.runs for (command,) in told.values()]
+    assert first.start == 0
+    assert first.stop == second.start
+    assert [(command.round, command.version) for (command,) in told.values()] == [(0, 0)] * 2
     assert "s0, s1" in cluster.coordinator.waiting_for("m")
 
 
@@ -366,7 +402,9 @@ def test_a_repeated_attach_answers_the_same_and_counts_once(cluster):
     trainer = cluster.join("a")
     cluster.ready(trainer, spec)
     push_id = cluster.new_id(trainer)
-    assert cluster.coordinator.attach(push_id, "m") == cluster.coordinator.attach(push_id, "m") == 0
+    now_s = cluster.clock.now_s()
+    first = cluster.coordinator.attach(push_id, "m", 1, now_s)
+    assert cluster.coordinator.attach(push_id, "m", 1, now_s) == first == Attachment(round=0, step=0)
     assert cluster.model().missing_trainers == 1
 
 
@@ -400,6 +438,349 @@ def test_a_shard_that_cannot_be_made_fails_the_model_by_name(cluster):
     cluster.report(ShardFailed, "s1", failure="make its shard: MemoryError: no")
     with pytest.raises(ModelFailed, match="server s1 could not make its shard: MemoryError: no"):
         cluster.register(trainer)
+
+
+# Gradients that are refused, prepared rounds, deadlines
+
+
+def two_trainers(cluster, **arguments):
+    """A ready model under Bsp with these arguments, and two trainers that are attached to it."""
+    first, second = cluster.join("a", 0), cluster.join("b", 1)
+    cluster.ready(first, model_spec(sync_policy_arguments=arguments, world_size=2))
+    cluster.attach(second)
+    return first, second
+
+
+def test_a_late_gradient_is_refused_on_every_shard(cluster):
+    first, second = two_trainers(cluster, backup_workers=1)
+    cluster.commit(first, 1)
+    cluster.commit(second, 1, base_round=0)
+    told = cluster.told()
+    assert told["s0"] == told["s1"]
+    apply, reject = told["s0"]
+    assert (apply.decision.round, reject.trainer_id, reject.step) == (1, second, 1)
+    assert (cluster.model().num_accepted, cluster.model().num_rejected) == (1, 1)
+
+
+def test_a_server_that_links_again_is_told_of_refusals_that_it_may_have_missed(cluster):
+    first, second = two_trainers(cluster, backup_workers=1)
+    cluster.commit(first, 1)
+    cluster.commit(second, 1, base_round=0)
+    cluster.applied(1)
+    missed = cluster.told()["s1"][-1]
+    assert isinstance(missed, Reject)
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.link("s1")
+    assert cluster.told()["s1"][-1] == missed
+
+
+def test_a_round_is_prepared_on_every_shard_and_decided_when_all_have_answered(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1, rules=GradientRules(max_norm=1.0))
+    told = cluster.told()
+    assert told["s0"] == told["s1"]
+    ((prepare,), _) = told.values()
+    assert isinstance(prepare, Prepare)
+    cluster.report(Prepared, "s0", round=1, squares=(9.0,), nonfinite=())
+    assert cluster.told() == {}
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.link("s1")
+    assert cluster.told()["s1"][-1] == prepare
+    cluster.report(Prepared, "s1", round=1, squares=(16.0,), nonfinite=())
+    told = cluster.told()
+    assert told["s0"] == told["s1"]
+    assert [(type(each), each.decision.grad_norm) for each in told["s0"]] == [(Apply, 5.0)]
+
+
+def test_a_server_that_links_again_hears_of_the_dead_after_the_round_in_preparation(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.coordinator.server_unlinked("s1", 1)
+    cluster.commit(trainer, 1, rules=GradientRules(max_norm=1.0))
+    cluster.leave(trainer)
+    cluster.told()
+    cluster.link("s1")
+    assert [type(each) for each in cluster.told(living=True)["s1"]] == [
+        CreateShard,
+        ModelReady,
+        Prepare,
+        LivingTrainers,
+    ]
+
+
+def test_nothing_is_decided_after_a_model_has_failed(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 1, rules=GradientRules(max_norm=1.0))
+    cluster.report(ShardFailed, "s0", failure="prepare round 1: boom")
+    cluster.told()
+    for server in ("s0", "s1"):
+        cluster.report(Prepared, server, round=1, squares=(), nonfinite=())
+    assert cluster.told() == {}
+
+
+def test_a_round_whose_deadline_has_passed_is_decided_though_nobody_reports(cluster):
+    first, second = two_trainers(cluster, deadline=2.0)
+    cluster.commit(first, 1)
+    cluster.pass_time(1.5, heard=("s0", "s1"), renewed=[first, second])
+    assert cluster.told() == {}
+    assert cluster.model().waiting_for_ranks == (1,)
+    cluster.clock.advance(0.5)
+    assert cluster.coordinator.expire(cluster.clock.now_s())
+    (apply,) = cluster.told()["s0"]
+    assert [each.trainer_id for each in apply.decision.contributions] == [first]
+
+
+def test_a_pause_of_the_coordinator_itself_ends_no_round(cluster):
+    """Nobody could report meanwhile. What has come since counts from when it came, and not from the future."""
+    first, _ = two_trainers(cluster, deadline=2.0)
+    cluster.pass_time(0.5)
+    cluster.clock.advance(1000.0)
+    cluster.commit(first, 1)
+    cluster.coordinator.expire(cluster.clock.now_s())
+    cluster.pass_time(1.5)
+    assert cluster.told() == {}
+    cluster.pass_time(0.5)
+    assert [type(each) for each in cluster.told()["s0"]] == [Apply]
+
+
+def test_a_pause_while_a_gradient_waits_moves_the_deadline(cluster):
+    first, _ = two_trainers(cluster, deadline=2.0)
+    cluster.commit(first, 1)
+    cluster.pass_time(1.0)
+    cluster.clock.advance(1000.0)
+    cluster.coordinator.expire(cluster.clock.now_s())
+    cluster.pass_time(0.5)
+    assert cluster.told() == {}
+    cluster.pass_time(0.5)
+    assert [type(each) for each in cluster.told()["s0"]] == [Apply]
+
+
+def test_a_trainer_that_attaches_hears_the_round_and_the_last_step_that_anybody_has_seen(cluster):
+    trainer = cluster.join("a")
+    cluster.ready(trainer)
+    cluster.commit(trainer, 4)
+    cluster.commit(trainer, 5, servers=["s1"])
+    assert cluster.attach(trainer) == Attachment(round=1, step=5)
+    assert cluster.attach(cluster.join("b")) == Attachment(round=1, step=0)
+
+
+# Another description in the place of a model
+
+
+LARGER = model_spec(tensors=(tensor_spec("w", 24), tensor_spec("b", 4), tensor_spec("v", 80)), world_size=2)
+
+
+def at_the_barrier(cluster):
+    """Two trainers that have done two rounds; nobody has given the model up yet."""
+    first, second = two_trainers(cluster)
+    for step in (1, 2):
+        for trainer in (first, second):
+            cluster.commit(trainer, step)
+        cluster.applied(step)
+    cluster.told()
+    return first, second
+
+
+def give_up(cluster, trainer, spec=LARGER, *, epoch=1, **about):
+    return cluster.register(trainer, spec, replaces=epoch, **about)
+
+
+def test_a_model_goes_on_with_another_description_once_every_attached_trainer_asks_for_it(cluster):
+    first, second = at_the_barrier(cluster)
+    assert give_up(cluster, second) is None
+    assert cluster.told() == {}
+    assert cluster.coordinator.waiting_for("m") == "the ranks [0] to change the model in the same way"
+    assert give_up(cluster, first) is None
+    told = cluster.told()
+    assert told.keys() == {"s0", "s1"}
+    for drop, create in told.values():
+        assert drop == DropShard(model="m", epoch=1)
+        assert (create.epoch, create.spec, create.round, create.version) == (2, LARGER, 2, 2)
+    assert give_up(cluster, first) is None
+    cluster.shards_created(epoch=2)
+    assert give_up(cluster, second) is None
+    registration = give_up(cluster, first)
+    assert (registration.initialise, registration.epoch) == (True, 2)
+    cluster.shards_initialised(first, epoch=2)
+    assert not give_up(cluster, first, initialised=True).initialise
+    assert not give_up(cluster, second).initialise
+    assert cluster.told()["s0"] == [ModelReady(model="m", epoch=2, initialiser=first)]
+    for trainer in (first, second):
+        assert cluster.attach(trainer, epoch=2) == Attachment(round=2, step=2)
+        cluster.commit(trainer, 3, epoch=2)
+    (apply,) = cluster.told()["s1"]
+    assert (apply.epoch, apply.decision.round, len(apply.decision.contributions)) == (2, 3, 2)
+
+
+def test_a_trainer_that_steps_on_has_given_up_asking(cluster):
+    """Its call ran into its deadline. The model must not be taken from under it when the others ask at last."""
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, first)
+    for trainer in (first, second):
+        cluster.commit(trainer, 3)
+    assert cluster.model().round == 3
+    cluster.told()
+    assert give_up(cluster, second) is None
+    assert cluster.told() == {}
+    assert give_up(cluster, first) is None
+    assert [type(each) for each in cluster.told()["s0"]] == [DropShard, CreateShard]
+
+
+def test_a_trainer_that_waits_no_longer_has_given_up_asking(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, first)
+    cluster.coordinator.withdraw(first, "m")
+    cluster.coordinator.withdraw(first, "another")
+    assert give_up(cluster, second) is None
+    assert cluster.told() == {}
+    assert cluster.coordinator.waiting_for("m") == "the ranks [0] to change the model in the same way"
+
+
+def test_old_reports_that_are_repeated_take_no_request_back(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, first)
+    cluster.commit(first, 2)
+    give_up(cluster, second)
+    assert [type(each) for each in cluster.told()["s0"]] == [DropShard, CreateShard]
+
+
+def test_a_repeated_request_for_another_description_gets_the_recorded_answer(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, second)
+    give_up(cluster, first)
+    cluster.shards_created(epoch=2)
+    push_id = cluster.new_id(first)
+    answer = cluster.coordinator.register(push_id, LARGER, replaces=1)
+    assert answer.initialise
+    cluster.shards_initialised(first, epoch=2)
+    cluster.told()
+    assert cluster.coordinator.register(push_id, LARGER, replaces=1) == answer
+    assert cluster.told() == {}
+
+
+def test_a_trainer_that_dies_at_the_barrier_holds_up_nobody(cluster):
+    first, second = at_the_barrier(cluster)
+    assert give_up(cluster, second) is None
+    cluster.leave(first)
+    assert give_up(cluster, second) is None
+    assert [type(each) for each in cluster.told()["s0"]] == [EndTrainer, DropShard, CreateShard]
+    cluster.shards_created(epoch=2)
+    assert give_up(cluster, second).initialise
+
+
+def test_what_a_dead_trainer_asked_for_counts_no_more(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, first, model_spec(bucket_bytes=128, world_size=2))
+    with pytest.raises(LayoutMismatch, match="is being changed by other trainers in another way"):
+        give_up(cluster, second)
+    cluster.leave(first)
+    give_up(cluster, second)
+    assert cluster.told()["s0"][-1].spec == LARGER
+
+
+@pytest.mark.parametrize("created", [False, True], ids=["shards not made yet", "shards made"])
+def test_when_the_trainer_whose_values_count_dies_another_one_s_do(cluster, created):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, second)
+    give_up(cluster, first)
+    if created:
+        cluster.shards_created(epoch=2)
+    cluster.leave(first)
+    cluster.shards_created(epoch=2)
+    assert give_up(cluster, second).initialise
+    cluster.shards_initialised(second, epoch=2)
+    assert cluster.told()["s0"][-1] == ModelReady(model="m", epoch=2, initialiser=second)
+
+
+def test_a_newcomer_never_initialises_a_model_that_others_have_trained(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, second)
+    give_up(cluster, first)
+    newcomer = cluster.join("c", 5)
+    cluster.leave(first)
+    cluster.shards_created(epoch=2)
+    assert cluster.register(newcomer, LARGER) is None
+    assert give_up(cluster, second).initialise
+
+
+def test_a_model_that_everybody_left_while_it_was_changed_has_failed(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, second)
+    give_up(cluster, first)
+    cluster.leave(second)
+    assert cluster.model().state == "creating"
+    cluster.leave(first)
+    assert "every trainer ended while its description was being changed" in cluster.model().failure
+    assert isinstance(cluster.told()["s0"][-1], FailModel)
+    with pytest.raises(ModelFailed, match="every trainer ended"):
+        cluster.register(cluster.join("c"), LARGER)
+
+
+def test_a_model_whose_trainers_left_before_it_was_changed_goes_on_as_it_is(cluster):
+    first, second = at_the_barrier(cluster)
+    give_up(cluster, first)
+    cluster.leave(first)
+    cluster.leave(second)
+    assert cluster.model().state == "ready"
+
+
+def test_a_server_that_links_again_while_a_model_is_changed_makes_the_new_shard(cluster):
+    first, second = at_the_barrier(cluster)
+    cluster.coordinator.server_unlinked("s1", 1)
+    give_up(cluster, second)
+    give_up(cluster, first)
+    assert list(cluster.told()) == ["s0"]
+    cluster.link("s1")
+    (create,) = cluster.told()["s1"]
+    assert (create.epoch, create.round) == (2, 2)
+    cluster.report(ShardCreated, "s1", epoch=1)
+    assert cluster.told() == {"s1": [DropShard(model="m", epoch=1)]}
+
+
+def test_a_newcomer_whose_description_was_replaced_before_it_attached_must_register_again(cluster):
+    """It would take part with shards that it does not know."""
+    first, second = at_the_barrier(cluster)
+    newcomer = cluster.join("c")
+    assert not cluster.register(newcomer, model_spec(world_size=2)).initialise
+    give_up(cluster, second)
+    give_up(cluster, first)
+    with pytest.raises(StaleEpoch, match="'m' is of epoch 2 now, not 1; register it again"):
+        cluster.attach(newcomer, epoch=1)
+    assert cluster.coordinator.waiting_for("m") == "shards to be made on s0, s1"
+    cluster.shards_created(epoch=2)
+    assert give_up(cluster, first).initialise
+
+
+def test_only_who_takes_part_may_change_a_model(cluster):
+    at_the_barrier(cluster)
+    with pytest.raises(InvalidRequest, match="trainer 3 is not attached to model 'm'; attach first"):
+        give_up(cluster, cluster.join("c"))
+    with pytest.raises(UnknownModel):
+        give_up(cluster, cluster.join("d"), model_spec(name="other"))
+
+
+def test_a_description_that_cannot_be_distributed_changes_nothing(cluster):
+    first, second = at_the_barrier(cluster)
+    impossible = model_spec(bucket_bytes=1, world_size=2)
+    give_up(cluster, first, impossible)
+    with pytest.raises(InvalidRequest, match="multiple of 64"):
+        give_up(cluster, second, impossible)
+    assert cluster.told() == {}
+    assert cluster.model().state == "ready"
+
+
+def test_a_model_can_be_changed_again_and_the_old_epochs_are_history(cluster):
+    first, second = at_the_barrier(cluster)
+    for epoch, spec in ((1, LARGER), (2, model_spec(world_size=2))):
+        give_up(cluster, second, spec, epoch=epoch)
+        give_up(cluster, first, spec, epoch=epoch)
+        cluster.shards_created(epoch=epoch + 1)
+        assert give_up(cluster, first, spec, epoch=epoch).initialise
+        cluster.shards_initialised(first, epoch=epoch + 1)
+    with pytest.raises(LayoutMismatch, match="registered with another description"):
+        give_up(cluster, second, LARGER, epoch=1)
 
 
 # Servers
@@ -472,19 +853,36 @@ def test_a_server_that_links_again_within_its_lease_is_told_everything_again(clu
     cluster.applied(1)
     first_told = cluster.told()
     cluster.coordinator.server_unlinked("s1", 1)
-    cluster.coordinator.leave(cluster.new_id(gone))
+    cluster.leave(gone)
     cluster.commit(trainer, 3)
     assert list(cluster.told()) == ["s0"]
     cluster.link("s1", incarnation=1)
-    told = cluster.told()
+    told = cluster.told(living=True)
     assert list(told) == ["s1"]
-    create, ready, second, third, ended = told["s1"]
+    create, ready, second, third, living = told["s1"]
     assert (create.epoch, create.spec) == (1, SPEC)
     assert (type(ready), ready.epoch) == (ModelReady, 1)
     assert second == first_told["s1"][1]
     assert third.decision.round == 3
-    assert ended == EndTrainer(trainer_id=gone)
+    assert living == LivingTrainers(trainer_ids=(trainer,))
     assert cluster.model().state == "ready"
+
+
+def test_a_server_that_links_again_hears_of_the_dead_after_the_rounds_that_count_them(cluster):
+    """It frees what the dead have left, and would lack it in those rounds."""
+    first, second = cluster.join("a", 0), cluster.join("b", 1)
+    cluster.ready(first)
+    cluster.attach(second)
+    cluster.coordinator.server_unlinked("s1", 1)
+    for trainer in (first, second):
+        cluster.commit(trainer, 1)
+    cluster.leave(second)
+    cluster.told()
+    cluster.link("s1", incarnation=1)
+    told = cluster.told(living=True)["s1"]
+    assert [type(each) for each in told] == [CreateShard, ModelReady, Apply, LivingTrainers]
+    assert [each.trainer_id for each in told[2].decision.contributions] == [first, second]
+    assert told[3].trainer_ids == (first,)
 
 
 def test_a_server_that_links_again_while_its_model_is_not_ready_is_told_to_make_its_shard(cluster):
@@ -556,7 +954,8 @@ def test_a_failed_model_can_be_dropped_and_registered_again(cluster):
     [
         ShardCreated(model="m", epoch=1),
         ShardInitialised(model="m", epoch=1, trainer_id=1),
-        Committed(model="m", epoch=1, trainer_id=1, step=1, samples=1, options=OPTIONS),
+        Committed(model="m", epoch=1, trainer_id=1, commit=commit(1)),
+        Prepared(model="m", epoch=1, round=1, squares=(), nonfinite=()),
         Applied(model="m", epoch=1, round=1, version=1),
         ShardFailed(model="m", epoch=1, failure="boom"),
     ],
@@ -570,7 +969,7 @@ def test_a_shard_of_a_model_that_is_gone_is_told_to_go(cluster, report, successo
     if successor:
         cluster.ready(trainer, epoch=2)
     cluster.told()
-    cluster.coordinator.report("s0", report)
+    cluster.coordinator.report("s0", report, cluster.clock.now_s())
     assert cluster.told() == {"s0": [DropShard(model="m", epoch=1)]}
     assert [model.state for model in cluster.status().models] == ["ready"] * successor
 

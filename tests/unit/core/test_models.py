@@ -2,10 +2,11 @@ import dataclasses
 
 import pytest
 import torch
-from core_builders import ShardUser, model_spec, tensor_spec
+from core_builders import ShardUser, commit, model_spec, tensor_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pserver.core.messages import Committed, ModelSpec
 from pserver.core.models import Model, ModelState
 from pserver.errors import InvalidRequest, LayoutMismatch, UnsupportedModel, UnsupportedOptimizer
 from pserver.wire.layout import STORED, build_layout
@@ -30,7 +31,7 @@ def created(model):
 @given(st.integers(1, 6))
 def test_every_number_of_servers_shares_out_the_same_buckets(number):
     model = model_on(number)
-    owned = [bucket for each in model.placement for bucket in range(each.first_bucket, each.last_bucket)]
+    owned = [bucket for each in model.placement for run in each.runs for bucket in run]
     assert owned == list(range(len(build_layout(model.spec.tensors, model.spec.bucket_bytes).buckets)))
     assert sum(model.shard_bytes.values()) == 192
 
@@ -39,7 +40,7 @@ def test_a_server_that_owns_nothing_has_no_shard():
     model = model_on(5)
     assert len(model.servers) == 3
     assert set(model.servers) < {name for name, _ in servers(5)}
-    assert all(each.first_bucket < each.last_bucket for each in model.placement)
+    assert all(each.runs for each in model.placement)
 
 
 def test_the_size_shown_for_a_shard_is_what_its_server_holds():
@@ -125,11 +126,20 @@ def test_parameter_order_that_differs_between_workers_is_refused_and_named():
         ("sync_policy_arguments", {"max_lag": 1}),
         ("bucket_bytes", 128),
         ("world_size", 2),
+        ("buffers", "mean"),
     ],
 )
 def test_every_other_difference_is_named(field, value):
     with pytest.raises(LayoutMismatch, match=f"{field}: expected .*, got"):
         model_on().require_same(dataclasses.replace(model_spec(), **{field: value}))
+
+
+def test_no_field_of_a_description_may_differ():
+    fields = {field.name for field in dataclasses.fields(ModelSpec)}
+    for field in fields - {"tensors"}:
+        other = dataclasses.replace(model_spec(), **{field: "something else"})
+        with pytest.raises(LayoutMismatch, match=f"{field}: expected .*, got something else"):
+            model_on().require_same(other)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +157,192 @@ def test_every_other_difference_is_named(field, value):
         ({"optimizer_groups": ()}, UnsupportedOptimizer, "at least one parameter group"),
         ({"optimizer_groups": ({"lr": -1.0},)}, UnsupportedOptimizer, "learning rate"),
         ({"sync_policy": "gossip"}, InvalidRequest, "gossip"),
+        ({"sync_policy": "ssp"}, InvalidRequest, "'ssp' does not take"),
+        ({"sync_policy": "async", "sync_policy_arguments": {"max_staleness": -1}}, InvalidRequest, "max_staleness"),
+        ({"buffers": "highest"}, InvalidRequest, r"buffers must be one of \['lowest', 'mean', 'local'\]"),
     ],
 )
 def test_models_that_cannot_be_distributed_are_refused_before_a_shard_is_made(spec, error, message):
     with pytest.raises(error, match=message):
         model_on(**spec)
+
+
+# Another description in a model's place
+
+
+OTHER_SPEC = model_spec(bucket_bytes=128)
+
+
+def ready(*trainers, number=2, **spec):
+    """A model that these trainers are attached to, with the ranks 0, 1, ...; it has done one round."""
+    model = created(model_on(number, **spec))
+    model.may_initialise(trainers[0])
+    for server in model.servers:
+        model.shard_initialised(server, trainers[0])
+    for rank, trainer in enumerate(trainers):
+        model.rounds.attach(trainer, rank, 0.0)
+    for trainer in trainers:
+        for server in model.servers:
+            committed = Committed(model="m", epoch=1, trainer_id=trainer, commit=commit(1))
+            model.rounds.committed(server, committed, 0.0)
+    model.rounds.advance(0.0)
+    model.versions = dict.fromkeys(model.servers, 1)
+    return model
+
+
+def in_place_of(model, *, number=2):
+    spec, model_initialiser = model.proposal
+    successor = Model(spec, servers(number), 2, replaced=model)
+    successor.initialiser = model_initialiser
+    return successor
+
+
+def test_every_attached_trainer_must_propose_before_a_model_is_replaced():
+    model = ready(TRAINER, OTHER)
+    assert model.not_proposed == [0, 1]
+    assert not model.propose(OTHER, OTHER_SPEC)
+    assert not model.propose(OTHER, OTHER_SPEC)
+    assert model.not_proposed == [0]
+    assert model.propose(TRAINER, OTHER_SPEC)
+    assert model.proposal == (OTHER_SPEC, TRAINER)
+    assert model.not_proposed == []
+
+
+def test_the_values_of_the_lowest_rank_count_whoever_proposed_first():
+    model = ready(OTHER, TRAINER)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, OTHER_SPEC)
+    assert model.proposal == (OTHER_SPEC, OTHER)
+
+
+def test_of_those_who_proposed_the_one_with_the_latest_values_counts():
+    """Where trainers step one by one, the lowest rank's values may be old."""
+    model = ready(TRAINER, OTHER, sync_policy="async")
+    for server in model.servers:
+        model.rounds.committed(server, Committed(model="m", epoch=1, trainer_id=OTHER, commit=commit(2)), 0.0)
+    model.rounds.advance(0.0)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, dataclasses.replace(OTHER_SPEC, sync_policy="async"))
+    assert model.proposal[1] == OTHER
+
+
+def test_a_proposal_that_differs_from_another_one_is_refused_and_the_difference_named():
+    model = ready(TRAINER, OTHER)
+    model.propose(OTHER, OTHER_SPEC)
+    with pytest.raises(
+        LayoutMismatch, match=r"changed by other trainers in another way; bucket_bytes: expected 128, got 64"
+    ):
+        model.propose(TRAINER, model_spec())
+    assert model.not_proposed == [0]
+
+
+def test_a_trainer_that_is_not_attached_cannot_propose():
+    model = ready(TRAINER)
+    with pytest.raises(InvalidRequest, match="trainer 8 is not attached to model 'm'; attach first"):
+        model.propose(OTHER, OTHER_SPEC)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "n"),
+        ("sync_policy", "async"),
+        ("sync_policy_arguments", {"backup_workers": 1}),
+        ("world_size", 2),
+        ("buffers", "mean"),
+    ],
+)
+def test_what_cannot_change_while_a_model_is_trained_is_refused_by_name(field, value):
+    model = ready(TRAINER)
+    with pytest.raises(InvalidRequest, match=f"{field} cannot be changed from .* to .* while it is trained"):
+        model.propose(TRAINER, dataclasses.replace(OTHER_SPEC, **{field: value}))
+    assert model.not_proposed == [0]
+
+
+def test_the_death_of_a_trainer_completes_a_barrier_that_waited_for_it():
+    model = ready(TRAINER, OTHER)
+    model.propose(OTHER, OTHER_SPEC)
+    model.trainer_ended(TRAINER)
+    assert model.propose(OTHER, OTHER_SPEC)
+    assert model.proposal == (OTHER_SPEC, OTHER)
+
+
+def test_a_dead_trainer_s_proposal_does_not_count():
+    model = ready(TRAINER, OTHER)
+    model.propose(TRAINER, dataclasses.replace(OTHER_SPEC, bucket_bytes=192))
+    model.trainer_ended(TRAINER)
+    assert model.propose(OTHER, OTHER_SPEC)
+    assert model.proposal == (OTHER_SPEC, OTHER)
+
+
+def test_a_new_step_takes_a_proposal_back_and_a_repeated_one_does_not():
+    model = ready(TRAINER, OTHER)
+    model.propose(TRAINER, OTHER_SPEC)
+    model.stepped(TRAINER, 1)
+    model.stepped(OTHER, 9)
+    assert model.not_proposed == [1]
+    model.stepped(TRAINER, 2)
+    assert model.not_proposed == [0, 1]
+
+
+def test_a_successor_goes_on_at_the_same_round_with_the_same_trainers():
+    model = ready(TRAINER, OTHER)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, OTHER_SPEC)
+    successor = in_place_of(model, number=1)
+    assert (successor.first_round, successor.first_version, successor.rounds.round) == (1, 1, 1)
+    assert successor.rounds.attached == {TRAINER, OTHER}
+    assert (successor.shard_rounds, successor.versions) == ({"s0": 1}, {"s0": 1})
+    assert successor.not_proposed == [0, 1]
+    assert successor.state is ModelState.CREATING
+
+
+def test_a_new_model_begins_at_round_zero():
+    model = model_on()
+    assert (model.first_round, model.first_version) == (0, 0)
+    assert not model.deserted
+
+
+def test_a_successor_takes_the_values_of_the_initialiser_that_was_chosen():
+    model = ready(TRAINER, OTHER)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, OTHER_SPEC)
+    successor = created(in_place_of(model))
+    assert not successor.may_initialise(OTHER)
+    assert successor.may_initialise(TRAINER)
+
+
+@pytest.mark.parametrize("shards_made", [False, True])
+def test_if_the_chosen_initialiser_ends_another_trainer_of_the_old_model_takes_its_place(shards_made):
+    model = ready(TRAINER, OTHER)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, OTHER_SPEC)
+    successor = in_place_of(model)
+    if shards_made:
+        created(successor)
+    successor.trainer_ended(TRAINER)
+    created(successor)
+    assert not successor.may_initialise(99)
+    assert successor.may_initialise(OTHER)
+
+
+def test_a_successor_is_deserted_when_nobody_is_left_who_has_the_values():
+    model = ready(TRAINER, OTHER)
+    for trainer in (TRAINER, OTHER):
+        model.propose(trainer, OTHER_SPEC)
+    successor = created(in_place_of(model))
+    successor.trainer_ended(TRAINER)
+    assert not successor.deserted
+    successor.trainer_ended(OTHER)
+    assert successor.deserted
+
+
+def test_a_model_that_is_ready_is_not_deserted_when_all_have_left():
+    model = ready(TRAINER)
+    model.propose(TRAINER, OTHER_SPEC)
+    successor = created(in_place_of(model))
+    for server in successor.servers:
+        successor.shard_initialised(server, TRAINER)
+    successor.trainer_ended(TRAINER)
+    assert successor.state is ModelState.READY
+    assert not successor.deserted

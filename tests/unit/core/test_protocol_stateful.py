@@ -9,7 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -30,8 +30,12 @@ from protocol_model import (
     Cluster,
     PushEarly,
     Quit,
+    Setup,
     TakeStep,
 )
+
+from pserver.core.rules import GradientRules
+from pserver.core.sync import Async, Bsp, Ssp
 
 T = TypeVar("T")
 
@@ -48,6 +52,7 @@ TRAFFIC = st.tuples(st.integers(0, 100), st.integers(0, 1 << 16))
 ACTIONS = (
     *(TakeStep(samples=samples, lr=lr) for samples, lr in [(1, 1.0), (1, 1.0), (1, 2.0), (2, 1.0), (3, 0.5), (0, 1.0)]),
     *(TakeStep(samples=samples, all_pushed=True) for samples in (1, 2)),
+    *(TakeStep(odd=True), TakeStep(overflow=True)),
     *(PushEarly(), PushEarly(), Abandon()),
 )
 
@@ -159,6 +164,21 @@ def break_down(cluster: Cluster, pick: int, _: int) -> None:
         cluster.break_down(pick_from(cluster.running_servers, pick))
 
 
+def change_description(cluster: Cluster, _: int, after_rounds: int) -> None:
+    """Every trainer asks for another description of the model, in the same place."""
+    cluster.change_description(1 + after_rounds % 3)
+
+
+def crash_initialiser(cluster: Cluster, _: int, ticks: int) -> None:
+    """If a model waits for values that several have, the trainer whose values count dies; another one joins."""
+    reference = cluster.reference
+    having = [each for each in cluster.running_trainers if each.trainer_id in reference.expected]
+    if len(having) > 1 and not reference.ready:
+        min(having, key=lambda each: reference.ranks[each.trainer_id]).crash()
+        cluster.join()
+        let_time_pass(cluster, 0, LEASE_TICKS + ticks % LEASE_TICKS)
+
+
 def recover(cluster: Cluster, _: int, __: int) -> None:
     """Everything comes to rest."""
     cluster.heal()
@@ -182,6 +202,7 @@ ALWAYS: tuple[Happening, ...] = (
     pause_coordinator,
     recover,
 )
+CHANGES: tuple[Happening, ...] = (*[change_description] * 3, *[crash_initialiser] * 3, all_act, let_time_pass)
 SERVERS_LOST: tuple[Happening, ...] = (crash_server, silence_server, break_down, break_down, renew_link)
 
 
@@ -193,11 +214,13 @@ class Stage:
         prepare: what happens before the first fault.
         max_traffic: messages that follow, at most.
         happenings: what may happen.
+        setup: what the cluster trains with.
     """
 
     prepare: Callable[[Cluster], None]
     max_traffic: int
     happenings: Sequence[Happening] = ALWAYS
+    setup: Setup = field(default_factory=Setup)
 
 
 def deliver_all_but_values(cluster: Cluster) -> None:
@@ -214,6 +237,36 @@ STAGES = {
 }
 
 
+CLIPPED = GradientRules(max_norm=8.0, clip_value=1.0, nonfinite="skip")
+SETUPS = {
+    "clipped": Setup(rules=CLIPPED),
+    "clipped, buffers averaged": Setup(rules=GradientRules(max_norm=4.0), buffers="mean"),
+    "backup worker": Setup(policy=Bsp(backup_workers=1), rules=GradientRules(clip_value=2.0)),
+    "deadline": Setup(policy=Bsp(deadline=2.0)),
+    "deadline that fails": Setup(policy=Bsp(deadline=2.0, absent="fail"), buffers="local"),
+    "backup worker, clipped": Setup(policy=Bsp(backup_workers=1, deadline=5.0), rules=CLIPPED),
+    "async": Setup(policy=Async(max_staleness=1)),
+    "async, clipped": Setup(policy=Async(max_staleness=2), rules=CLIPPED, buffers="mean"),
+    "ssp": Setup(policy=Ssp(max_lag=1)),
+}
+STAGES |= {
+    f"training: {name}": Stage(prepare=Cluster.heal, max_traffic=30, setup=setup) for name, setup in SETUPS.items()
+}
+STAGES |= {
+    "servers lost: clipped": Stage(
+        prepare=Cluster.heal, max_traffic=15, happenings=ALWAYS + SERVERS_LOST, setup=SETUPS["clipped"]
+    ),
+    "changing": Stage(prepare=Cluster.heal, max_traffic=30, happenings=ALWAYS + CHANGES),
+    "changing: backup worker, clipped": Stage(
+        prepare=Cluster.heal,
+        max_traffic=30,
+        happenings=ALWAYS + CHANGES,
+        setup=SETUPS["backup worker, clipped"],
+    ),
+    "changing: async": Stage(prepare=Cluster.heal, max_traffic=30, happenings=ALWAYS + CHANGES, setup=SETUPS["async"]),
+}
+
+
 #: One rule for all: Hypothesis leaves rules out of whole runs, and traffic alone, or faults alone, find little.
 HAPPENING = st.runner().flatmap(lambda machine: st.sampled_from(machine.stage.happenings))
 
@@ -227,7 +280,7 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(num_servers=st.integers(2, 3), world_size=st.integers(1, 2), num_trainers=st.integers(1, 3))
     def start(self, num_servers: int, world_size: int, num_trainers: int) -> None:
-        self.cluster = Cluster(num_servers=num_servers, world_size=world_size)
+        self.cluster = Cluster(self.stage.setup, num_servers=num_servers, world_size=world_size)
         for _ in range(num_trainers):
             self.cluster.join()
         self.stage.prepare(self.cluster)
@@ -283,11 +336,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_protocol_holds_over_a_hostile_network(stage: str) -> None:
-    _check(stage, max_examples=20, stateful_step_count=40)
+    _check(stage, max_examples=5, stateful_step_count=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", STAGES)
 def test_protocol_holds_over_a_hostile_network_for_long(stage: str) -> None:
-    _check(stage, max_examples=1000, stateful_step_count=60)
+    _check(stage, max_examples=200, stateful_step_count=60)

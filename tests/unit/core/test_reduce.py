@@ -1,3 +1,4 @@
+import math
 from fractions import Fraction
 from math import gcd
 
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pserver.core.reduce import weighted_mean_, weights_and_divisor
+from pserver.core.reduce import count_nonfinite, sum_of_squares, weighted_mean_, weights_and_divisor
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=8))
@@ -58,3 +59,35 @@ def test_the_mean_is_the_weighted_sum_over_the_divisor(parts):
 def test_the_first_gradient_holds_the_result():
     gradients = [torch.ones(2), torch.ones(2)]
     assert weighted_mean_(gradients, [1, 1], 2) is gradients[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str)
+def test_squares_are_summed_in_double_precision(dtype):
+    """In single precision the small ones would be lost beside the large one."""
+    values = torch.ones(1 << 12, dtype=dtype)
+    values[0] = 2.0**13
+    assert sum_of_squares(values) == pytest.approx(2.0**26 + (1 << 12) - 1, rel=1e-15)
+
+
+def test_squares_beyond_single_precision_do_not_overflow():
+    assert sum_of_squares(torch.tensor([1e30, 1e30])) == pytest.approx(2e60, rel=1e-6)
+
+
+def test_the_square_of_a_complex_number_is_that_of_its_absolute_value():
+    assert sum_of_squares(torch.tensor([3 + 4j, 1j])) == pytest.approx(26.0)
+
+
+def test_nothing_has_no_squares():
+    assert sum_of_squares(torch.empty(0)) == 0.0
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinite_elements_are_counted_and_show_in_the_squares(odd):
+    values = torch.tensor([1.0, odd, 0.0, odd])
+    assert count_nonfinite(values) == 2
+    assert not math.isfinite(sum_of_squares(values))
+    assert count_nonfinite(values.to(torch.complex64)) == 2
+
+
+def test_finite_elements_are_not_counted():
+    assert count_nonfinite(torch.tensor([0.0, -3e38, 1e-45])) == count_nonfinite(torch.empty(0)) == 0

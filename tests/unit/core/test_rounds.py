@@ -1,42 +1,73 @@
+import math
+from dataclasses import replace
+
 import pytest
-from core_builders import OPTIONS
+from core_builders import OPTIONS, commit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pserver.core.messages import Committed
-from pserver.core.rounds import RoundBook
-from pserver.core.sync import Bsp
+from pserver.core.messages import Apply, Committed, Prepare, Prepared, Reject
+from pserver.core.rounds import BUFFER_POLICIES, RoundBook
+from pserver.core.rules import GradientRules, NonFinite
+from pserver.core.sync import Async, Bsp, Ssp
 
 SERVERS = ("s0", "s1")
+CLIPPED = GradientRules(max_norm=1.0)
 
 
-def committed(trainer, step, *, samples=1, options=OPTIONS):
-    return Committed(model="m", epoch=1, trainer_id=trainer, step=step, samples=samples, options=options)
+def committed(trainer, step, **about):
+    return Committed(model="m", epoch=1, trainer_id=trainer, commit=commit(step, **about))
 
 
-def book_of(*trainers, world_size=1, servers=SERVERS):
+def book_of(*trainers, policy=None, world_size=1, servers=SERVERS, buffers="lowest"):
     """Trainers 10, 11, ... with the ranks 0, 1, ..."""
-    book = RoundBook(Bsp(), servers, world_size)
+    book = RoundBook(
+        policy or Bsp(), model="m", names=["w", "b"], servers=servers, epoch=1, world_size=world_size, buffers=buffers
+    )
     for trainer in trainers:
-        book.attach(trainer, trainer - 10)
+        book.attach(trainer, trainer - 10, 0.0)
     return book
 
 
-def commit_everywhere(book, trainer, step, **fields):
-    for server in SERVERS:
-        book.committed(server, committed(trainer, step, **fields))
+def commit_everywhere(book, trainer, step, *, now_s=0.0, servers=SERVERS, **about):
+    """By default on the parameters of the last round."""
+    about = {"base_round": book.round, **about}
+    for server in servers:
+        book.committed(server, committed(trainer, step, **about), now_s)
+
+
+def prepared(round_number, *squares, nonfinite=()):
+    return Prepared(model="m", epoch=1, round=round_number, squares=squares, nonfinite=tuple(nonfinite))
+
+
+def decide(book, now_s=0.0):
+    """The decision of the next round; None if there is none yet."""
+    commands = book.advance(now_s)
+    if not commands:
+        return None
+    (apply,) = commands
+    assert isinstance(apply, Apply)
+    assert (apply.model, apply.epoch) == ("m", 1)
+    return apply.decision
+
+
+def decide_all(book, now_s=0.0):
+    return [command.decision for command in book.advance(now_s)]
 
 
 def members(decision):
     return [(each.trainer_id, each.step) for each in decision.contributions]
 
 
+# What counts
+
+
 def test_a_commit_counts_only_when_every_server_has_reported_it():
     book = book_of(10)
-    book.committed("s0", committed(10, 1))
-    assert book.decide() is None
-    book.committed("s1", committed(10, 1))
-    decision = book.decide()
+    book.committed("s0", committed(10, 1), 0.0)
+    assert decide(book) is None
+    book.committed("s1", committed(10, 1), 0.0)
+    decision = decide(book)
     assert (decision.round, members(decision), decision.divisor) == (1, [(10, 1)], 1)
     assert decision.options == OPTIONS
 
@@ -44,63 +75,56 @@ def test_a_commit_counts_only_when_every_server_has_reported_it():
 def test_a_repeated_report_does_not_stand_in_for_another_server():
     book = book_of(10)
     for _ in range(3):
-        book.committed("s0", committed(10, 1))
-    assert book.decide() is None
+        book.committed("s0", committed(10, 1), 0.0)
+    assert decide(book) is None
 
 
 def test_reports_of_servers_that_own_no_shard_do_not_count():
     book = book_of(10)
-    book.committed("s0", committed(10, 1))
-    book.committed("s9", committed(10, 1))
-    assert book.decide() is None
+    book.committed("s0", committed(10, 1), 0.0)
+    book.committed("s9", committed(10, 1), 0.0)
+    assert decide(book) is None
 
 
 def test_reports_of_different_steps_do_not_add_up_to_one():
     book = book_of(10)
-    book.committed("s0", committed(10, 1))
-    book.committed("s1", committed(10, 2))
-    assert book.decide() is None
+    book.committed("s0", committed(10, 1), 0.0)
+    book.committed("s1", committed(10, 2), 0.0)
+    assert decide(book) is None
 
 
 def test_a_decided_step_is_not_counted_again_when_its_reports_are_repeated():
     book = book_of(10)
     commit_everywhere(book, 10, 1)
-    assert book.decide() is not None
+    assert decide(book) is not None
     commit_everywhere(book, 10, 1)
-    assert book.decide() is None
+    assert decide(book) is None
 
 
 def test_a_round_waits_for_every_expected_trainer_and_names_those_it_lacks():
     book = book_of(10, 11, 12)
     commit_everywhere(book, 11, 1)
-    assert book.decide() is None
-    assert book.waiting_for() == [0, 2]
+    assert decide(book) is None
+    assert book.waiting_for(0.0) == [0, 2]
     commit_everywhere(book, 10, 1)
     commit_everywhere(book, 12, 1)
-    assert members(book.decide()) == [(10, 1), (11, 1), (12, 1)]
+    assert members(decide(book)) == [(10, 1), (11, 1), (12, 1)]
 
 
 def test_contributions_go_in_order_of_rank_whatever_the_order_of_arrival():
-    book = RoundBook(Bsp(), SERVERS, 1)
+    book = book_of()
     for trainer, rank in ((10, 2), (11, 0), (12, 1)):
-        book.attach(trainer, rank)
+        book.attach(trainer, rank, 0.0)
     for trainer in (10, 11, 12):
         commit_everywhere(book, trainer, 1)
-    assert [(each.trainer_id, each.rank) for each in book.decide().contributions] == [(11, 0), (12, 1), (10, 2)]
-
-
-def test_the_options_of_the_lowest_rank_win():
-    book = book_of(10, 11)
-    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
-    commit_everywhere(book, 10, 1, options=({"lr": 0.9},))
-    assert book.decide().options == ({"lr": 0.9},)
+    assert [(each.trainer_id, each.rank) for each in decide(book).contributions] == [(11, 0), (12, 1), (10, 2)]
 
 
 def test_weights_are_the_samples_without_their_common_divisor():
     book = book_of(10, 11, 12)
     for trainer, samples in ((10, 64), (11, 0), (12, 96)):
         commit_everywhere(book, trainer, 1, samples=samples)
-    decision = book.decide()
+    decision = decide(book)
     assert [each.weight for each in decision.contributions] == [2, 0, 3]
     assert decision.divisor == 5
 
@@ -109,31 +133,96 @@ def test_a_round_without_samples_has_the_divisor_zero_and_counts_as_a_round():
     book = book_of(10, 11)
     for trainer in (10, 11):
         commit_everywhere(book, trainer, 1, samples=0)
-    decision = book.decide()
+    decision = decide(book)
     assert (decision.divisor, [each.weight for each in decision.contributions]) == (0, [0, 0])
+    assert decision.skip == "no trainer in the round contributed samples"
+    assert (decision.overflow, decision.error) == (False, "")
     assert book.round == 1
+
+
+# Options and rules of the lowest rank
+
+
+def test_the_options_of_the_lowest_rank_win():
+    book = book_of(10, 11)
+    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
+    commit_everywhere(book, 10, 1, options=({"lr": 0.9},))
+    assert decide(book).options == ({"lr": 0.9},)
+
+
+def test_the_lowest_rank_s_last_options_count_in_rounds_that_it_is_not_in():
+    """So that one schedule counts for all, also where each gradient is a round of its own."""
+    book = book_of(10, 11, policy=Async())
+    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
+    assert decide(book).options == ({"lr": 0.1},)
+    commit_everywhere(book, 10, 1, options=({"lr": 0.9},), rules=GradientRules(clip_value=3.0))
+    decide(book)
+    commit_everywhere(book, 11, 2, options=({"lr": 0.1},))
+    decision = decide(book)
+    assert (members(decision), decision.options, decision.clip_value) == ([(11, 2)], ({"lr": 0.9},), 3.0)
+
+
+def test_a_commit_that_not_every_shard_has_sets_no_options():
+    book = book_of(10, 11, policy=Async())
+    book.committed("s0", committed(10, 1, options=({"lr": 0.9},)), 0.0)
+    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
+    assert decide(book).options == ({"lr": 0.1},)
+
+
+def test_a_trainer_that_joins_late_does_not_begin_the_schedule_of_the_others_again():
+    """Those who have been there longest lead, also if their rank is higher."""
+    book = book_of(11)
+    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
+    decide(book)
+    book.attach(10, 0, 0.0)
+    commit_everywhere(book, 10, 1, options=({"lr": 0.9},))
+    commit_everywhere(book, 11, 2, options=({"lr": 0.2},))
+    decision = decide(book)
+    assert (members(decision), decision.options) == ([(10, 1), (11, 2)], ({"lr": 0.2},))
+    book.remove(11)
+    commit_everywhere(book, 10, 2, options=({"lr": 0.9},))
+    assert decide(book).options == ({"lr": 0.9},)
+
+
+def test_when_the_lowest_rank_has_left_the_next_one_s_options_count():
+    book = book_of(10, 11, policy=Async())
+    commit_everywhere(book, 10, 1, options=({"lr": 0.9},))
+    decide(book)
+    book.remove(10)
+    commit_everywhere(book, 11, 1, options=({"lr": 0.1},))
+    assert decide(book).options == ({"lr": 0.1},)
+
+
+# Who is expected
 
 
 def test_the_first_round_waits_until_the_whole_world_has_attached():
     book = book_of(10, world_size=2)
     commit_everywhere(book, 10, 1)
-    assert book.decide() is None
+    assert decide(book) is None
     assert book.missing_trainers == 1
-    book.attach(11, 1)
+    book.attach(11, 1, 0.0)
     assert book.missing_trainers == 0
-    assert book.decide() is None
+    assert decide(book) is None
     commit_everywhere(book, 11, 1)
-    assert members(book.decide()) == [(10, 1), (11, 1)]
+    assert members(decide(book)) == [(10, 1), (11, 1)]
+
+
+def test_a_policy_without_barriers_does_not_wait_for_the_whole_world():
+    book = book_of(10, policy=Async(), world_size=2)
+    commit_everywhere(book, 10, 1)
+    assert members(decide(book)) == [(10, 1)]
+    assert book_of(10, policy=Ssp(max_lag=1), world_size=2).missing_trainers == 1
 
 
 def test_later_rounds_do_not_wait_for_the_whole_world():
     book = book_of(10, 11, world_size=2)
     for trainer in (10, 11):
         commit_everywhere(book, trainer, 1)
-    book.decide()
+    decide(book)
     book.remove(11)
     commit_everywhere(book, 10, 2)
-    assert members(book.decide()) == [(10, 2)]
+    assert members(decide(book)) == [(10, 2)]
 
 
 def test_a_trainer_that_attaches_twice_counts_once():
@@ -144,10 +233,10 @@ def test_a_trainer_that_attaches_twice_counts_once():
 def test_a_trainer_that_was_restarted_before_the_first_round_does_not_stand_in_for_another():
     book = book_of(10, world_size=2)
     book.remove(10)
-    book.attach(20, 0)
+    book.attach(20, 0, 0.0)
     assert book.missing_trainers == 1
     commit_everywhere(book, 20, 1)
-    assert book.decide() is None
+    assert decide(book) is None
 
 
 def test_a_trainer_removed_before_the_decision_is_in_no_round_and_holds_up_nobody():
@@ -155,16 +244,16 @@ def test_a_trainer_removed_before_the_decision_is_in_no_round_and_holds_up_nobod
     for trainer in (10, 11):
         commit_everywhere(book, trainer, 1)
     book.remove(11)
-    assert members(book.decide()) == [(10, 1)]
+    assert members(decide(book)) == [(10, 1)]
 
 
 def test_a_trainer_removed_after_the_decision_stays_in_it():
     book = book_of(10)
     commit_everywhere(book, 10, 1)
-    decision = book.decide()
+    (apply,) = book.advance(0.0)
     book.remove(10)
-    assert book.outstanding("s0") == [decision]
-    assert members(decision) == [(10, 1)]
+    assert book.outstanding("s0") == [apply]
+    assert members(apply.decision) == [(10, 1)]
 
 
 def test_a_trainer_that_is_gone_or_never_attached_opens_no_round():
@@ -172,125 +261,666 @@ def test_a_trainer_that_is_gone_or_never_attached_opens_no_round():
     book.remove(10)
     commit_everywhere(book, 10, 1)
     commit_everywhere(book, 99, 1)
-    assert book.decide() is None
-    assert (book.step_of(10), book.lag_of(10), book.waiting_for()) == (0, 0, [])
+    assert decide(book) is None
+    assert (book.step_of(10), book.lag_of(10), book.waiting_for(0.0)) == (0, 0, [])
 
 
 def test_a_joiner_is_expected_from_the_next_round_on():
     book = book_of(10)
     commit_everywhere(book, 10, 1)
-    book.decide()
-    assert book.attach(11, 1) == 1
+    decide(book)
+    book.attach(11, 1, 0.0)
     commit_everywhere(book, 10, 2)
-    assert book.decide() is None
-    assert book.waiting_for() == [1]
+    assert decide(book) is None
+    assert book.waiting_for(0.0) == [1]
     commit_everywhere(book, 11, 1)
-    assert members(book.decide()) == [(10, 2), (11, 1)]
+    assert members(decide(book)) == [(10, 2), (11, 1)]
 
 
 def test_a_joiner_holds_up_a_round_that_is_not_decided_yet():
     book = book_of(10, 11)
     commit_everywhere(book, 10, 1)
-    book.attach(12, 2)
+    book.attach(12, 2, 0.0)
     commit_everywhere(book, 11, 1)
-    assert book.decide() is None
+    assert decide(book) is None
     commit_everywhere(book, 12, 1)
-    assert len(book.decide().contributions) == 3
+    assert len(decide(book).contributions) == 3
 
 
 def test_steps_that_were_committed_ahead_are_counted_once_each_and_in_order():
-    book = book_of(10, 11)
+    book = book_of(10, 11, policy=Ssp(max_lag=0))
     for step in (1, 2):
         commit_everywhere(book, 10, step)
     commit_everywhere(book, 11, 1)
-    assert members(book.decide()) == [(10, 1), (11, 1)]
-    assert book.decide() is None
+    assert [members(each) for each in decide_all(book)] == [[(10, 1)], [(11, 1)], [(10, 2)]]
+    assert decide(book) is None
     commit_everywhere(book, 11, 2)
-    assert members(book.decide()) == [(10, 2), (11, 2)]
-    assert book.decide() is None
+    assert members(decide(book)) == [(11, 2)]
+
+
+def test_a_step_committed_ahead_was_not_computed_on_the_round_before_and_is_refused_by_bsp():
+    book = book_of(10)
+    for step in (1, 2):
+        commit_everywhere(book, 10, step)
+    apply, reject = book.advance(0.0)
+    assert members(apply.decision) == [(10, 1)]
+    assert (reject.step, reject.round) == (2, 1)
 
 
 def test_a_round_takes_no_more_than_one_step_of_a_trainer():
-    book = book_of(10)
+    book = book_of(10, policy=Async())
     for step in (2, 1, 3):
         commit_everywhere(book, 10, step)
-    assert [members(book.decide()) for _ in range(3)] == [[(10, 1)], [(10, 2)], [(10, 3)]]
-    assert book.decide() is None
+    assert [members(each) for each in decide_all(book)] == [[(10, 1)], [(10, 2)], [(10, 3)]]
+    assert decide(book) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nobody_is_waited_for_when_nobody_is_there(world_size):
+    book = book_of(world_size=world_size)
+    assert decide(book) is None
+    assert (book.waiting_for(0.0), book.missing_trainers) == ([], world_size)
+
+
+# Late and refused gradients
+
+
+def closed_without(policy=None):
+    """Round 1 has been decided without trainer 11; 10 and 12 are in it."""
+    book = book_of(10, 11, 12, policy=policy or Bsp(backup_workers=1))
+    for trainer in (10, 12):
+        commit_everywhere(book, trainer, 1)
+    assert members(decide(book)) == [(10, 1), (12, 1)]
+    return book
+
+
+def test_a_late_gradient_is_refused_and_its_trainer_told_why():
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=0)
+    (reject,) = book.advance(0.0)
+    assert reject == Reject(
+        model="m",
+        epoch=1,
+        trainer_id=11,
+        step=1,
+        round=1,
+        staleness=1,
+        reason="it was computed on the parameters of round 0, but round 1 has been decided without it",
+        error="",
+    )
+    assert book.advance(0.0) == []
+    commit_everywhere(book, 11, 1, base_round=0)
+    assert book.advance(0.0) == []
+    assert book.round == 1
+
+
+def test_no_round_waits_for_a_trainer_that_has_not_been_told_yet():
+    book = closed_without()
+    assert book.waiting_for(0.0) == [0, 2]
+    for trainer in (10, 12):
+        commit_everywhere(book, trainer, 2)
+    assert members(decide(book)) == [(10, 2), (12, 2)]
+
+
+def test_a_trainer_that_has_been_told_is_waited_for_again():
+    book = closed_without(Bsp(backup_workers=1))
+    commit_everywhere(book, 11, 1, base_round=0)
+    book.advance(0.0)
+    assert book.waiting_for(0.0) == [0, 1, 2]
+    commit_everywhere(book, 11, 2)
+    commit_everywhere(book, 10, 2)
+    assert members(decide(book)) == [(10, 2), (11, 2)]
+
+
+def test_a_late_trainer_that_has_read_newer_parameters_is_not_late_any_more():
+    """As one that attached just before the round was decided, and pulled after it."""
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=1)
+    commit_everywhere(book, 10, 2)
+    assert members(decide(book)) == [(10, 2), (11, 1)]
+
+
+@pytest.mark.parametrize("claimed", [-5, 99])
+def test_a_base_round_that_no_trainer_can_have_is_taken_for_the_nearest_one(claimed):
+    book = book_of(10, policy=Async())
+    commit_everywhere(book, 10, 1)
+    decide(book)
+    commit_everywhere(book, 10, 2, base_round=claimed)
+    (contribution,) = decide(book).contributions
+    assert contribution.staleness == (1 if claimed < 0 else 0)
+
+
+def test_a_gradient_that_is_too_old_is_refused_and_a_younger_one_taken():
+    book = book_of(10, 11, policy=Async(max_staleness=1))
+    for step in (1, 2):
+        commit_everywhere(book, 10, step)
+        decide(book)
+    commit_everywhere(book, 11, 1, base_round=0)
+    commit_everywhere(book, 10, 3, base_round=1)
+    reject, apply = book.advance(0.0)
+    assert (reject.trainer_id, reject.staleness, reject.reason) == (11, 2, "it is 2 rounds old; the limit is 1")
+    assert (apply.decision.round, members(apply.decision)) == (3, [(10, 3)])
+    assert apply.decision.contributions[0].staleness == 1
+
+
+def test_a_gradient_that_grows_too_old_while_it_waits_its_turn_is_refused():
+    book = book_of(10, 11, policy=Async(max_staleness=0))
+    commit_everywhere(book, 11, 1)
+    commit_everywhere(book, 10, 1)
+    apply, reject = book.advance(0.0)
+    assert members(apply.decision) == [(11, 1)]
+    assert (reject.trainer_id, reject.round, reject.staleness) == (10, 1, 1)
+
+
+def test_a_failed_round_is_refused_to_all_who_committed_and_may_be_tried_again():
+    book = book_of(10, 11, policy=Bsp(deadline=5.0, absent="fail"))
+    commit_everywhere(book, 10, 1, now_s=1.0)
+    assert book.advance(5.9) == []
+    (reject,) = book.advance(6.0)
+    assert (reject.trainer_id, reject.step, reject.round, reject.error) == (10, 1, 0, "RoundFailed")
+    assert "the ranks [1] had not committed" in reject.reason
+    assert book.round == 0
+    for trainer, step in ((10, 2), (11, 1)):
+        commit_everywhere(book, trainer, step, now_s=7.0)
+    assert members(decide(book, 7.0)) == [(10, 2), (11, 1)]
+
+
+# Ssp
+
+
+def test_a_trainer_too_far_ahead_waits_until_the_slowest_has_stepped():
+    book = book_of(10, 11, policy=Ssp(max_lag=1))
+    for step in (1, 2, 3):
+        commit_everywhere(book, 10, step)
+    assert [members(each) for each in decide_all(book)] == [[(10, 1)], [(10, 2)]]
+    assert book.waiting_for(0.0) == [1]
+    commit_everywhere(book, 11, 1)
+    assert [members(each) for each in decide_all(book)] == [[(11, 1)], [(10, 3)]]
+
+
+def test_a_joiner_begins_where_the_slowest_one_is():
+    book = book_of(10, policy=Ssp(max_lag=1))
+    for step in range(1, 6):
+        commit_everywhere(book, 10, step)
+        decide(book)
+    book.attach(11, 1, 0.0)
+    for step in (6, 7, 8):
+        commit_everywhere(book, 10, step)
+    assert [members(each) for each in decide_all(book)] == [[(10, 6)], [(10, 7)]]
+
+
+def test_a_slow_trainer_that_is_removed_lets_the_others_go_on():
+    book = book_of(10, 11, policy=Ssp(max_lag=0))
+    for step in (1, 2):
+        commit_everywhere(book, 10, step)
+    assert len(decide_all(book)) == 1
+    book.remove(11)
+    assert [members(each) for each in decide_all(book)] == [[(10, 2)]]
+
+
+# Deadlines
+
+
+def test_the_deadline_counts_from_the_moment_when_the_first_gradient_was_whole():
+    book = book_of(10, 11, 12, policy=Bsp(deadline=5.0))
+    book.committed("s0", committed(10, 1), 1.0)
+    assert not book.undecided
+    book.committed("s1", committed(10, 1), 3.0)
+    commit_everywhere(book, 11, 1, now_s=6.0)
+    assert book.undecided
+    assert book.advance(7.9) == []
+    assert members(decide(book, 8.0)) == [(10, 1), (11, 1)]
+    assert not book.undecided
+
+
+def test_a_repeated_report_does_not_move_the_deadline():
+    book = book_of(10, 11, policy=Bsp(deadline=5.0))
+    commit_everywhere(book, 10, 1, now_s=1.0)
+    commit_everywhere(book, 10, 1, now_s=4.0)
+    assert members(decide(book, 6.0)) == [(10, 1)]
+
+
+def test_time_in_which_nobody_could_report_does_not_count():
+    book = book_of(10, 11, policy=Bsp(deadline=5.0))
+    commit_everywhere(book, 10, 1, now_s=1.0)
+    book.postpone(100.0, 103.0)
+    assert book.advance(105.9) == []
+    assert decide(book, 106.0) is not None
+
+
+def test_what_was_reported_after_a_pause_is_not_dated_into_the_future():
+    book = book_of(10, 11, policy=Bsp(deadline=5.0))
+    commit_everywhere(book, 10, 1, now_s=103.0)
+    book.postpone(100.0, 103.0)
+    assert book.advance(107.9) == []
+    assert decide(book, 108.0) is not None
+
+
+def test_the_deadline_of_the_first_round_does_not_count_while_trainers_are_missing():
+    """Else those who attach last would be late for a round that could not begin without them."""
+    book = book_of(10, policy=Bsp(deadline=5.0, absent="fail"), world_size=2)
+    commit_everywhere(book, 10, 1, now_s=1.0)
+    book.attach(11, 1, 60.0)
+    assert book.advance(64.9) == []
+    commit_everywhere(book, 11, 1, now_s=64.9)
+    assert members(decide(book, 64.9)) == [(10, 1), (11, 1)]
+
+
+# Rounds that shards look at first
+
+
+def test_a_round_with_a_norm_to_clip_is_prepared_before_it_is_decided():
+    book = book_of(10, 11)
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 1, rules=GradientRules(max_norm=1.0, clip_value=0.5))
+    (prepare,) = book.advance(0.0)
+    assert isinstance(prepare, Prepare)
+    assert (prepare.model, prepare.epoch, prepare.look_for_nonfinite) == ("m", 1, False)
+    assert (prepare.plan.round, members(prepare.plan), prepare.plan.divisor) == (1, [(10, 1), (11, 1)], 2)
+    assert (book.round, book.statistics().num_accepted) == (1, 0)
+    assert book.advance(0.0) == []
+    book.prepared("s1", prepared(1, 16.0))
+    assert book.advance(0.0) == []
+    book.prepared("s0", prepared(1, 4.0, 5.0))
+    decision = decide(book)
+    assert decision == replace(prepare.plan, grad_norm=5.0, clip_coefficient=1.0 / (5.0 + 1e-6), clip_value=0.5)
+    assert book.statistics().num_accepted == 2
+
+
+def test_a_limit_for_single_elements_needs_no_look():
+    book = book_of(10)
+    commit_everywhere(book, 10, 1, rules=GradientRules(clip_value=0.5))
+    decision = decide(book)
+    assert (decision.clip_value, decision.grad_norm) == (0.5, None)
+
+
+@pytest.mark.parametrize(("policy", "error"), [("skip", ""), ("raise", "NonFiniteGradient")])
+def test_a_round_with_nan_or_infinite_elements_steps_nothing_if_the_rules_say_so(policy, error):
+    book = book_of(10, 11)
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 1, rules=GradientRules(nonfinite=policy))
+    (prepare,) = book.advance(0.0)
+    assert prepare.look_for_nonfinite
+    book.prepared("s0", prepared(1, math.nan, nonfinite=[NonFinite(trainer_id=11, tensor=1, count=3)]))
+    book.prepared("s1", prepared(1, 1.0, nonfinite=[NonFinite(trainer_id=11, tensor=0, count=2)]))
+    decision = decide(book)
+    assert "5 NaN or infinite elements, the first in 'w' of trainer 11" in decision.skip
+    assert (decision.error, decision.num_nonfinite, decision.overflow) == (error, 5, False)
+    assert (decision.divisor, decision.clip_coefficient) == (2, 1.0)
+    assert book.statistics().num_skipped == 1
+
+
+def test_the_rules_of_the_lowest_rank_count():
+    book = book_of(10, 11)
+    commit_everywhere(book, 10, 1)
+    commit_everywhere(book, 11, 1, rules=GradientRules(max_norm=1.0, nonfinite="raise"))
+    assert decide(book).grad_norm is None
+
+
+def test_nothing_else_is_decided_while_a_round_is_prepared():
+    book = book_of(10, 11, policy=Async(max_staleness=0))
+    commit_everywhere(book, 10, 1, rules=CLIPPED)
+    (prepare,) = book.advance(0.0)
+    commit_everywhere(book, 11, 1, base_round=0)
+    assert book.advance(0.0) == []
+    for server in SERVERS:
+        book.prepared(server, prepared(1, 0.0))
+    apply, reject = book.advance(0.0)
+    assert members(apply.decision) == members(prepare.plan) == [(10, 1)]
+    assert (reject.trainer_id, reject.round) == (11, 1)
+
+
+def test_a_trainer_removed_while_its_round_is_prepared_stays_in_it():
+    book = book_of(10, 11)
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 1, rules=CLIPPED)
+    (prepare,) = book.advance(0.0)
+    book.remove(10)
+    for server in SERVERS:
+        book.prepared(server, prepared(1, 0.0))
+    assert members(decide(book)) == members(prepare.plan) == [(10, 1), (11, 1)]
+
+
+def test_what_shards_say_of_other_rounds_is_no_answer():
+    book = book_of(10)
+    book.prepared("s0", prepared(1, 9.0))
+    commit_everywhere(book, 10, 1, rules=CLIPPED)
+    book.advance(0.0)
+    book.prepared("s0", prepared(0, 9.0))
+    book.prepared("s1", prepared(2, 9.0))
+    assert book.advance(0.0) == []
+    book.prepared("s0", prepared(1, 0.0))
+    book.prepared("s1", prepared(1, 0.0))
+    assert decide(book).grad_norm == 0.0
+    book.prepared("s0", prepared(1, 9.0))
+    assert book.advance(0.0) == []
+
+
+def test_a_server_without_a_shard_has_no_say_in_the_norm():
+    book = book_of(10)
+    commit_everywhere(book, 10, 1, rules=CLIPPED)
+    book.advance(0.0)
+    book.prepared("s9", prepared(1, 1e9))
+    book.prepared("s0", prepared(1, 0.0))
+    assert book.advance(0.0) == []
+    book.prepared("s1", prepared(1, 0.0))
+    assert decide(book).grad_norm == 0.0
+
+
+def test_a_repeated_answer_of_a_shard_counts_once():
+    book = book_of(10)
+    commit_everywhere(book, 10, 1, rules=CLIPPED)
+    book.advance(0.0)
+    for _ in range(2):
+        book.prepared("s0", prepared(1, 9.0))
+    assert book.advance(0.0) == []
+    book.prepared("s1", prepared(1, 16.0))
+    assert decide(book).grad_norm == 5.0
+
+
+# Loss scaling
+
+
+def test_when_loss_scaling_overflows_on_one_trainer_nobody_steps():
+    book = book_of(10, 11, 12)
+    for trainer in (10, 11, 12):
+        commit_everywhere(book, trainer, 1, overflow=trainer != 11, rules=CLIPPED)
+    decision = decide(book)
+    assert decision.skip == "loss scaling overflowed on the ranks [0, 2]; nobody stepped"
+    assert (decision.overflow, decision.error, decision.divisor) == (True, "", 3)
+    assert book.statistics().num_skipped == 1
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("buffers", BUFFER_POLICIES)
+def test_only_the_policy_lowest_names_a_trainer_whose_buffers_count(buffers):
+    book = book_of(10, 11, buffers=buffers)
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 1)
+    assert decide(book).buffers_from == (10 if buffers == "lowest" else 0)
+
+
+def test_buffers_are_those_of_the_lowest_rank_that_has_samples():
+    book = book_of(10, 11, 12)
+    for trainer in (10, 11, 12):
+        commit_everywhere(book, trainer, 1, samples=0 if trainer == 10 else 1)
+    assert decide(book).buffers_from == 11
+
+
+def test_a_round_of_one_trainer_takes_its_buffers_where_rounds_take_everybody():
+    book = book_of(10, 11, policy=Bsp(backup_workers=1))
+    commit_everywhere(book, 11, 1)
+    assert decide(book).buffers_from == 11
+
+
+def test_where_gradients_are_rounds_of_their_own_the_lowest_rank_that_contributes_brings_buffers():
+    book = book_of(10, 11, policy=Async())
+    commit_everywhere(book, 11, 1)
+    assert decide(book).buffers_from == 11
+    commit_everywhere(book, 10, 1)
+    assert decide(book).buffers_from == 10
+    commit_everywhere(book, 11, 2)
+    assert decide(book).buffers_from == 0
+    commit_everywhere(book, 10, 2, samples=0)
+    assert decide(book).buffers_from == 0
+    commit_everywhere(book, 11, 3)
+    assert decide(book).buffers_from == 11
+    commit_everywhere(book, 10, 3)
+    decide(book)
+    book.remove(10)
+    commit_everywhere(book, 11, 4)
+    assert decide(book).buffers_from == 11
+
+
+def test_a_trainer_that_has_announced_a_step_without_samples_brings_the_buffers_of_the_one_before():
+    book = book_of(10, 11, policy=Ssp(max_lag=0))
+    for step, samples in ((1, 1), (2, 1), (3, 0)):
+        commit_everywhere(book, 10, step, samples=samples)
+    decide(book)
+    commit_everywhere(book, 11, 1, samples=0)
+    assert [(members(each), each.buffers_from) for each in decide_all(book)] == [([(11, 1)], 0), ([(10, 2)], 10)]
+
+
+# What servers may have missed
 
 
 def test_decisions_are_kept_until_every_server_has_applied_them():
     book = book_of(10)
-    decisions = []
+    decided = []
     for step in (1, 2, 3):
         commit_everywhere(book, 10, step)
-        decisions.append(book.decide())
-    assert book.outstanding("s0") == book.outstanding("s1") == decisions
+        decided += book.advance(0.0)
+    assert book.outstanding("s0") == book.outstanding("s1") == decided
     book.applied("s0", 3)
     assert book.outstanding("s0") == []
-    assert book.outstanding("s1") == decisions
+    assert book.outstanding("s1") == decided
     book.applied("s1", 2)
-    assert book.outstanding("s1") == decisions[2:]
+    assert book.outstanding("s1") == decided[2:]
     book.applied("s1", 1)
-    assert book.outstanding("s1") == decisions[2:]
+    assert book.outstanding("s1") == decided[2:]
 
 
 def test_servers_without_a_shard_apply_nothing():
     book = book_of(10)
     commit_everywhere(book, 10, 1)
-    decision = book.decide()
+    decided = book.advance(0.0)
     book.applied("s9", 1)
-    assert book.outstanding("s0") == [decision]
+    assert book.outstanding("s0") == decided
 
 
-def test_lag_counts_the_rounds_since_the_last_contribution():
+def test_a_round_in_preparation_is_told_again_to_those_who_have_not_answered():
+    book = book_of(10)
+    commit_everywhere(book, 10, 1)
+    (apply,) = book.advance(0.0)
+    commit_everywhere(book, 10, 2, rules=CLIPPED)
+    (prepare,) = book.advance(0.0)
+    assert book.outstanding("s0") == book.outstanding("s1") == [apply, prepare]
+    book.applied("s0", 1)
+    book.prepared("s0", prepared(2, 1.0))
+    assert book.outstanding("s0") == []
+    assert book.outstanding("s1") == [apply, prepare]
+
+
+def test_a_refusal_is_told_again_until_the_trainer_s_next_step_is_settled():
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=0)
+    (reject,) = book.advance(0.0)
+    for server in SERVERS:
+        book.applied(server, 1)
+        assert book.outstanding(server) == [reject]
+    commit_everywhere(book, 11, 2)
+    commit_everywhere(book, 10, 2)
+    (apply,) = book.advance(0.0)
+    assert book.outstanding("s0") == [apply]
+
+
+def test_rounds_are_told_again_before_refusals_that_name_them():
+    """A trainer that hears of a refusal must find the parameters of the round that it names."""
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=0)
+    book.advance(0.0)
+    assert [type(each) for each in book.outstanding("s0")] == [Apply, Reject]
+
+
+def test_refusals_of_a_trainer_that_is_removed_are_told_no_more():
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=0)
+    book.advance(0.0)
+    book.remove(11)
+    for server in SERVERS:
+        book.applied(server, 1)
+        assert book.outstanding(server) == []
+
+
+# Another placement
+
+
+def test_a_book_goes_on_at_the_same_round_with_other_servers():
+    book = book_of(10, 11, policy=Bsp(backup_workers=1))
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 1)
+    decide(book)
+    book.move(["v"], ["s2"], 7)
+    assert (book.round, book.attached, book.outstanding("s2")) == (1, {10, 11}, [])
+    commit_everywhere(book, 10, 2, servers=["s0", "s1"])
+    assert book.advance(0.0) == []
+    commit_everywhere(book, 10, 2, servers=["s2"])
+    (apply,) = book.advance(0.0)
+    assert (apply.epoch, apply.decision.round, members(apply.decision)) == (7, 2, [(10, 2)])
+    assert book.outstanding("s2") == [apply]
+    book.applied("s2", 2)
+    assert book.outstanding("s2") == []
+    assert book.statistics().num_accepted == 3
+
+
+def test_what_was_told_of_the_old_placement_is_told_to_nobody_of_the_new_one():
+    book = closed_without()
+    commit_everywhere(book, 11, 1, base_round=0)
+    book.advance(0.0)
+    commit_everywhere(book, 10, 2, rules=CLIPPED)
+    commit_everywhere(book, 12, 2, rules=CLIPPED)
+    assert isinstance(book.advance(0.0)[-1], Prepare)
+    book.move(["v"], SERVERS, 7)
+    assert book.outstanding("s0") == []
+    for server in SERVERS:
+        book.prepared(server, prepared(2, 1.0))
+    assert book.advance(0.0) == []
+
+
+def test_names_of_the_new_description_are_used():
+    book = book_of(10)
+    book.move(["a", "b"], ["s0"], 2)
+    commit_everywhere(book, 10, 1, servers=["s0"], rules=GradientRules(nonfinite="skip"))
+    book.advance(0.0)
+    book.prepared("s0", prepared(1, nonfinite=[NonFinite(trainer_id=10, tensor=1, count=1)]))
+    (apply,) = book.advance(0.0)
+    assert "'b'" in apply.decision.skip
+
+
+def test_options_of_the_old_description_do_not_count_in_the_new_one():
+    book = book_of(10, 11, policy=Async())
+    commit_everywhere(book, 10, 1, options=({"lr": 0.9},))
+    decide(book)
+    book.move(["v"], ["s0"], 2)
+    commit_everywhere(book, 11, 1, servers=["s0"], options=({"lr": 0.1}, {"lr": 0.2}))
+    (apply,) = book.advance(0.0)
+    assert apply.decision.options == ({"lr": 0.1}, {"lr": 0.2})
+
+
+def test_after_a_change_of_description_everybody_is_waited_for_again():
+    """All have been told where the model stands, also those that were late before."""
+    book = closed_without(Bsp(deadline=5.0, backup_workers=1))
+    book.move(["v"], SERVERS, 2)
+    assert book.waiting_for(0.0) == [0, 1, 2]
+
+
+# For whoever looks
+
+
+def test_lag_counts_the_rounds_since_a_trainer_was_last_told():
     book = book_of(10)
     for step in (1, 2):
         commit_everywhere(book, 10, step)
-        book.decide()
-    book.attach(11, 1)
+        decide(book)
+    book.attach(11, 1, 0.0)
     assert (book.lag_of(10), book.lag_of(11)) == (0, 0)
-    book.committed("s0", committed(11, 5))
+    book.committed("s0", committed(11, 5), 0.0)
     assert book.step_of(11) == 5
+    late = closed_without()
+    assert (late.lag_of(10), late.lag_of(11)) == (0, 1)
+    commit_everywhere(late, 11, 1, base_round=0)
+    late.advance(0.0)
+    assert late.lag_of(11) == 0
 
 
+def test_statistics_count_gradients_refusals_and_skipped_rounds_and_staleness():
+    book = book_of(10, 11, policy=Async(max_staleness=2))
+    for step, base_round in enumerate([0, 0, 0, 2], start=1):
+        commit_everywhere(book, 10, step, base_round=base_round)
+        decide(book)
+    commit_everywhere(book, 11, 1, base_round=0)
+    book.advance(0.0)
+    commit_everywhere(book, 11, 2, samples=0)
+    decide(book)
+    counts = book.statistics()
+    assert (counts.num_accepted, counts.num_rejected, counts.num_skipped) == (4, 1, 1)
+    assert counts.staleness == {0: 1, 1: 2, 2: 1}
+
+
+def test_what_is_very_old_is_counted_as_one_age_so_that_the_histogram_stays_small(monkeypatch):
+    monkeypatch.setattr("pserver.core.rounds.MAX_STALENESS_SHOWN", 2)
+    book = book_of(10, policy=Async())
+    for step in range(1, 6):
+        commit_everywhere(book, 10, step, base_round=0)
+        decide(book)
+    assert book.statistics().staleness == {0: 1, 1: 1, 2: 3}
+
+
+@pytest.mark.parametrize("policy", [Bsp(), Bsp(backup_workers=1), Ssp(max_lag=1), Async(max_staleness=1)], ids=repr)
+@pytest.mark.parametrize("clipped", [False, True], ids=["plain", "clipped"])
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("commit"), st.sampled_from((10, 11, 12)), st.integers(1, 4), st.sampled_from(SERVERS)),
+            st.tuples(
+                st.just("commit"),
+                st.sampled_from((10, 11, 12)),
+                st.integers(1, 5),
+                st.integers(0, 3),
+                st.sampled_from(SERVERS),
+            ),
+            st.tuples(st.just("whole"), st.sampled_from((10, 11, 12)), st.integers(1, 5), st.integers(0, 3)),
+            st.tuples(st.just("prepared"), st.sampled_from(SERVERS)),
             st.tuples(st.just("remove"), st.sampled_from((11, 12))),
             st.tuples(st.just("attach"), st.sampled_from((10, 11, 12))),
         ),
         max_size=60,
     )
 )
-def test_no_step_is_ever_counted_twice_and_rounds_have_no_gaps(actions):
-    book = book_of(10, 11)
+def test_no_step_is_ever_settled_twice_and_rounds_have_no_gaps(policy, clipped, actions):
+    book = book_of(10, 11, policy=policy)
+    rules = CLIPPED if clipped else GradientRules()
     reported: dict[tuple[int, int], set[str]] = {}
-    counted: list[tuple[int, int]] = []
+    settled: list[tuple[int, int]] = []
     ended: set[int] = set()
-    for action, trainer, *rest in actions:
-        if action == "attach" and trainer not in ended:
-            book.attach(trainer, trainer - 10)
+    plan = None
+    last_round = 0
+    for action, *about in actions:
+        if action == "attach" and about[0] not in ended:
+            book.attach(about[0], about[0] - 10, 0.0)
         elif action == "remove":
-            book.remove(trainer)
-            ended.add(trainer)
-        elif action == "commit":
-            step, server = rest
-            book.committed(server, committed(trainer, step))
-            reported.setdefault((trainer, step), set()).add(server)
-        while (decision := book.decide()) is not None:
-            counted += members(decision)
-            assert decision.round == book.round
+            book.remove(about[0])
+            ended.add(about[0])
+        elif action == "prepared":
+            book.prepared(about[0], prepared(book.round, 1.0))
+        elif action in ("commit", "whole"):
+            trainer, step, base_round, *servers = about
+            for server in servers or SERVERS:
+                book.committed(server, committed(trainer, step, base_round=base_round, rules=rules), 0.0)
+                reported.setdefault((trainer, step), set()).add(server)
+        for command in book.advance(0.0):
+            if isinstance(command, Reject):
+                assert plan is None
+                settled.append((command.trainer_id, command.step))
+                assert reported[command.trainer_id, command.step] == set(SERVERS)
+                continue
+            if isinstance(command, Apply) and plan is not None:
+                assert command.decision.contributions == plan.contributions
+                assert command.decision.round == plan.round
+                plan = None
+                continue
+            assert plan is None
+            plan = command.plan if isinstance(command, Prepare) else None
+            decision = plan or command.decision
+            assert (plan is not None) == clipped
+            last_round += 1
+            assert decision.round == last_round
+            settled += members(decision)
             assert not ended & {each.trainer_id for each in decision.contributions}
             assert all(reported[each] == set(SERVERS) for each in members(decision))
-    assert len(set(counted)) == len(counted)
+    assert len(set(settled)) == len(settled)
+    assert last_round == book.round
     for trainer in (10, 11, 12):
-        steps = [step for each, step in counted if each == trainer]
+        steps = [step for each, step in settled if each == trainer]
         assert steps == sorted(steps)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_nobody_is_waited_for_when_nobody_is_there(world_size):
-    book = book_of(world_size=world_size)
-    assert book.decide() is None
-    assert (book.waiting_for(), book.missing_trainers) == ([], world_size)

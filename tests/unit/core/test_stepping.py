@@ -1,14 +1,18 @@
+import inspect
+
 import pytest
 import torch
 from core_builders import empty_flats, tensor_spec, view_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pserver.core.optimizers import OPTIMIZERS, constructor_arguments, numeric_options
+from pserver.core.optimizers import OPTIMIZERS, OptimizerEntry, constructor_arguments, numeric_options
 from pserver.core.stepping import BucketStepper
+from pserver.errors import InternalError, UnsupportedOptimizer
 from pserver.wire.layout import build_layout
 
 RAGGED = ((7,), (16,), (33,), (1,), (), (1000,), (16, 16), (3, 5))
+MATRICES = ((7, 3), (16, 4), (33, 1), (1, 1), (40, 10), (16, 16), (3, 5), (4, 8))
 NUM_STEPS = 5
 CONFIGURATIONS = {
     "SGD": ("SGD", {"lr": 0.1}),
@@ -18,8 +22,36 @@ CONFIGURATIONS = {
     "Adam": ("Adam", {"lr": 0.01}),
     "Adam-amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01, "betas": (0.8, 0.99)}),
     "AdamW": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "Adagrad": ("Adagrad", {"initial_accumulator_value": 0.3, "lr_decay": 0.01, "weight_decay": 0.1}),
+    "RMSprop": ("RMSprop", {"momentum": 0.9, "centered": True, "weight_decay": 0.01}),
+    "Adadelta": ("Adadelta", {"weight_decay": 0.1}),
+    "NAdam": ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": ("RAdam", {"maximize": True}),
+    "Adamax": ("Adamax", {"weight_decay": 0.1}),
+    "ASGD": ("ASGD", {"lr": 0.1, "t0": 1.0, "weight_decay": 0.1}),
+    "Rprop": ("Rprop", {}),
+    "Adafactor": ("Adafactor", {"weight_decay": 0.1}),
+    "Adafactor-eps": ("Adafactor", {"eps": (1e-20, 1e-3), "maximize": True}),
+    "Muon": ("Muon", {"lr": 0.1}),
+    "Muon-adjust_lr": ("Muon", {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
 }
+CONFIGURATIONS = {key: value for key, value in CONFIGURATIONS.items() if value[0] in OPTIMIZERS}
+WHOLE = [key for key, (name, _) in CONFIGURATIONS.items() if not OPTIMIZERS[name].elementwise]
 IMPLEMENTATIONS = {"fused": {"fused": True}, "loop": {"foreach": False}, "foreach": {"foreach": True}}
+
+
+def cases():
+    """Every configuration in every implementation that torch has of it."""
+    for configuration, (name, _) in CONFIGURATIONS.items():
+        entry = OPTIMIZERS[name]
+        if "foreach" not in inspect.signature(entry.cls).parameters:
+            yield configuration, "only"
+            continue
+        for implementation in IMPLEMENTATIONS:
+            if implementation != "fused" or entry.fused_on_cpu:
+                yield configuration, implementation
+
+
 #: For each step the tensors without a gradient.
 ABSENCES = {
     "never": lambda step: set(),
@@ -30,7 +62,10 @@ ABSENCES = {
     "all in one step": lambda step: set(range(len(RAGGED))) if step == 2 else set(),
 }
 
-each_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+#: Those in which units are split, and stepped with and without state.
+TELLING_ABSENCES = ("until the third step", "alternating")
+
+each_case = pytest.mark.parametrize(("configuration", "implementation"), list(cases()))
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -49,17 +84,30 @@ class Pair:
     def __init__(self, name, options, shapes=RAGGED, *, bucket_bytes=0, dtype=torch.float32):
         self._generator = torch.Generator().manual_seed(11)
         self.name = name
+        self.shapes = shapes
         self.layout = build_layout(
-            [tensor_spec(f"t{i}", *shape, dtype=dtype) for i, shape in enumerate(shapes)], bucket_bytes
+            [tensor_spec(f"t{i}", *shape, dtype=dtype) for i, shape in enumerate(shapes)],
+            bucket_bytes,
+            whole_tensors=not OPTIMIZERS[name].elementwise,
         )
         (self.values,) = empty_flats(self.layout)
         self.expected = [torch.nn.Parameter(self._random(shape, dtype)) for shape in shapes]
         for index, tensor in enumerate(self.expected):
             self.view(self.values, index).copy_(tensor.detach())
         self.local = [OPTIMIZERS[name].cls([tensor], **options) for tensor in self.expected]
-        group = constructor_arguments(name, self.local[0].param_groups[0])
-        self.steppers = [
-            BucketStepper(name, group, self.values[bucket.start : bucket.stop], segments)
+        self.group = constructor_arguments(name, self.local[0].param_groups[0])
+        self.steppers = self.new_steppers()
+
+    def new_steppers(self):
+        """One for each bucket, over the present values and without state."""
+        return [
+            BucketStepper(
+                self.name,
+                self.group,
+                self.values[bucket.start : bucket.stop],
+                segments,
+                [self.shapes[segment.tensor] for segment in segments] if self.layout.whole_tensors else None,
+            )
             for bucket, segments in zip(self.layout.buckets, self.layout.segments, strict=True)
         ]
 
@@ -95,20 +143,28 @@ class Pair:
         """Every step count that servers keep for a tensor; a tensor cut over buckets has several."""
         counts = [set() for _ in self.expected]
         for stepper in self.steppers:
-            for segments, state in stepper.state():
-                for segment in segments:
-                    counts[segment.tensor].add(int(state["step"]) if state else 0)
+            for piece in stepper.state_pieces():
+                if piece.key == "step":
+                    counts[piece.tensor].add(int(piece.value))
         return counts
 
 
 def pair(configuration, implementation, **fields):
     name, options = CONFIGURATIONS[configuration]
-    return Pair(name, {**options, **IMPLEMENTATIONS[implementation]}, **fields)
+    if name == "Muon":
+        fields["shapes"] = MATRICES
+    return Pair(name, {**options, **IMPLEMENTATIONS.get(implementation, {})}, **fields)
 
 
-@each_configuration
-@each_implementation
-@pytest.mark.parametrize("absence", ABSENCES)
+@pytest.mark.parametrize(
+    ("configuration", "implementation", "absence"),
+    [
+        (configuration, implementation, absence)
+        for configuration, implementation in cases()
+        for absence in ABSENCES
+        if configuration.startswith(("SGD", "Adam-", "AdamW", "Adagrad")) or absence in TELLING_ABSENCES
+    ],
+)
 @pytest.mark.parametrize("bucket_bytes", [0, 1024], ids=["whole", "cut"])
 def test_steps_equal_torch_s_own_to_the_bit(configuration, implementation, absence, bucket_bytes):
     both = pair(configuration, implementation, bucket_bytes=bucket_bytes)
@@ -117,7 +173,7 @@ def test_steps_equal_torch_s_own_to_the_bit(configuration, implementation, absen
         assert both.different() == []
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", [each for each, kind in cases() if kind == "fused"])
 def test_without_a_choice_steps_equal_torch_s_fused_ones(configuration):
     name, options = CONFIGURATIONS[configuration]
     both = Pair(name, options)
@@ -128,20 +184,20 @@ def test_without_a_choice_steps_equal_torch_s_fused_ones(configuration):
     assert torch.equal(both.values, fused.values)
 
 
-@each_configuration
-@each_implementation
+@each_case
 def test_large_tensors_that_torch_splits_over_threads_equal_torch_s_own(configuration, implementation):
     torch.set_num_threads(2)
-    both = pair(
-        configuration, implementation, shapes=((200_003,), (16_384,), (16_384,), (16_400,), (33,)), bucket_bytes=1 << 18
-    )
+    if configuration in WHOLE:
+        both = pair(configuration, implementation)
+    else:
+        shapes = ((200_003,), (16_384,), (16_384,), (16_400,), (33,))
+        both = pair(configuration, implementation, shapes=shapes, bucket_bytes=1 << 18)
     for _ in range(2):
         both.step()
     assert both.different() == []
 
 
-@each_configuration
-@each_implementation
+@each_case
 def test_double_precision_equals_torch_s_own(configuration, implementation):
     both = pair(configuration, implementation, dtype=torch.float64, bucket_bytes=256)
     for step in range(3):
@@ -169,18 +225,17 @@ def test_each_parameter_has_its_own_step_count(implementation, bucket_bytes):
     for absent in ({0}, {0, 5}, set(), {1, 2, 5}, {0}):
         both.step(absent)
         present = [count + (index not in absent) for index, count in enumerate(present)]
-        assert both.counts() == [{count} for count in present]
+        assert both.counts() == [{count} if count else set() for count in present]
 
 
 @settings(max_examples=25)
 @given(
     st.lists(st.frozensets(st.integers(0, len(RAGGED) - 1)), min_size=1, max_size=6),
     st.sampled_from([0, 64, 320]),
-    st.sampled_from(list(CONFIGURATIONS)),
-    st.sampled_from(list(IMPLEMENTATIONS)),
+    st.sampled_from(list(cases())),
 )
-def test_any_tensors_may_be_absent_in_any_step(absences, bucket_bytes, configuration, implementation):
-    both = pair(configuration, implementation, bucket_bytes=bucket_bytes)
+def test_any_tensors_may_be_absent_in_any_step(absences, bucket_bytes, case):
+    both = pair(*case, bucket_bytes=bucket_bytes)
     for absent in absences:
         both.step(absent)
     assert both.different() == []
@@ -200,3 +255,63 @@ def test_a_step_takes_no_gradient_over_into_the_next_one():
     before = both.values.clone()
     both.step({0})
     assert torch.equal(both.values, before)
+
+
+COMPLEX = [
+    (configuration, implementation)
+    for configuration, implementation in cases()
+    if configuration not in WHOLE and implementation != "fused"
+]
+
+
+@pytest.mark.parametrize(("configuration", "implementation"), COMPLEX)
+def test_complex_parameters_equal_torch_s_own(configuration, implementation):
+    both = pair(configuration, implementation, dtype=torch.complex64, bucket_bytes=256)
+    for step in range(3):
+        both.step({0, 5} if step == 1 else set())
+    assert both.different() == []
+    assert all(tensor.isfinite().all() for tensor in both.expected)
+
+
+@pytest.mark.parametrize("configuration", WHOLE)
+def test_optimizers_of_whole_tensors_need_their_shapes(configuration):
+    both = pair(configuration, "only")
+    with pytest.raises(InternalError, match="expected the shapes"):
+        BucketStepper(both.name, both.group, both.values, both.layout.segments[0])
+
+
+def test_a_bucket_without_any_gradient_is_not_stepped_at_all():
+    """A user's class may count its calls, or may not like a step without a gradient."""
+
+    class Picky(torch.optim.SGD):
+        def step(self, closure=None):
+            assert any(param.grad is not None for group in self.param_groups for param in group["params"])
+            super().step(closure)
+
+    both = Pair("SGD", {"lr": 0.1}, shapes=((16,), (16,)))
+    both.steppers[0]._optimizer.__class__ = Picky
+    for absent in ({0}, {0, 1}, set()):
+        both.step(absent)
+    assert both.different() == []
+
+
+class Lazy(torch.optim.Optimizer):
+    """Keeps a value that is neither of the parameter's shape nor a single number."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param]["pair"] = torch.zeros(2)
+
+
+def test_a_class_that_is_wrongly_called_element_wise_is_refused_where_its_state_would_be_cut(monkeypatch):
+    entry = OptimizerEntry(cls=Lazy, fused_on_cpu=False, elementwise=True)
+    monkeypatch.setitem(OPTIMIZERS, "stepping.Lazy", entry)
+    both = Pair("stepping.Lazy", {}, shapes=((16,), (16,)))
+    both.step()
+    with pytest.raises(UnsupportedOptimizer, match=r"'pair' of shape \[2\].*elementwise=False"):
+        both.step({0})

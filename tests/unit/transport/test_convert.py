@@ -1,23 +1,22 @@
 import dataclasses
-from typing import get_args
+import math
+import types
+from collections.abc import Mapping
+from itertools import count
+from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 from pserver.core import messages as core
-from pserver.core.contexts import CommitInfo
+from pserver.core.optimizer_state import StatePiece
+from pserver.core.rules import NONFINITE_POLICIES, GradientRules
+from pserver.core.state_staging import StateChunk, StateStaging
 from pserver.errors import InvalidRequest, UnsupportedModel
 from pserver.transport import convert
-from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
-from pserver.types import (
-    ClusterStatus,
-    ModelStatus,
-    PushId,
-    ServerStatus,
-    ShardStatus,
-    StepResult,
-    TrainerStatus,
-)
+from pserver.transport.gen import coordinator_pb2, types_pb2
+from pserver.transport.state_chunks import state_messages
+from pserver.types import ClusterStatus, PushId, StepResult
 from pserver.wire.layout import STORED, TensorSpec
 from pserver.wire.tensors import element_type
 from pserver.wire.values import pack_value
@@ -36,34 +35,81 @@ SPEC = core.ModelSpec(
     sync_policy="bsp",
     sync_policy_arguments={"backup_workers": 0},
     world_size=3,
+    buffers="mean",
 )
-DECISION = core.Decision(
-    round=1 << 40,
-    contributions=(
-        core.Contribution(trainer_id=1 << 50, rank=0, step=7, weight=3),
-        core.Contribution(trainer_id=2, rank=5, step=1 << 35, weight=0),
-    ),
-    divisor=3,
-    options=OPTIONS,
+
+#: Fields that travel in 32 bits; all other integers may need 64.
+SMALL = frozenset(
+    {
+        "bucket",
+        "group",
+        "missing_trainers",
+        "num_trainers",
+        "rank",
+        "tensor",
+        "waiting_for_ranks",
+        "world_size",
+    }
 )
-COMMANDS = (
-    core.CreateShard(spec=SPEC, epoch=3, first_bucket=2, last_bucket=9),
-    core.ModelReady(model="m", epoch=3, initialiser=1 << 41),
-    core.Apply(model="m", epoch=3, decision=DECISION),
-    core.Apply(model="m", epoch=3, decision=core.Decision(round=1, contributions=(), divisor=0, options=())),
-    core.EndTrainer(trainer_id=1 << 50),
-    core.FailModel(model="m", epoch=3, reason="disk"),
-    core.DropShard(model="m", epoch=3),
-    core.DropShard(model="", epoch=0),
-)
-REPORTS = (
-    core.ShardCreated(model="m", epoch=3),
-    core.ShardFailed(model="m", epoch=3, failure="no memory"),
-    core.ShardInitialised(model="m", epoch=3, trainer_id=1 << 50),
-    core.Committed(model="m", epoch=3, trainer_id=1 << 50, step=8, samples=1 << 39, options=OPTIONS),
-    core.Applied(model="m", epoch=3, round=1 << 40, version=6),
-    core.Applied(model="", epoch=0, round=0, version=0),
-)
+#: Fields whose values are checked on arrival.
+CHOSEN = {"nonfinite": "skip", "dtype_code": element_type(torch.float16).code}
+
+
+class Samples:
+    """Makes values of any dataclass by the types of its fields, so that a field that is added is tried here as well.
+
+    Args:
+        full: every field has a value that is neither the field's default nor one that protobuf leaves out, and differs
+            from those of other fields; else every field has as little as possible.
+    """
+
+    def __init__(self, *, full: bool) -> None:
+        self._full = full
+        self._numbers = count(1)
+
+    def of(self, cls):
+        hints = get_type_hints(cls)
+        fields = {field.name: self._field(field, hints[field.name]) for field in dataclasses.fields(cls)}
+        if cls is StateChunk:
+            fields["is_plain"] = False
+            fields["plain"] = None
+        return cls(**fields)
+
+    def _field(self, field, hint):
+        if field.name in CHOSEN and hint in (str, int):
+            return CHOSEN[field.name] if self._full or field.name == "dtype_code" else "pass"
+        if hint is bool:
+            return field.default is not True if self._full else False
+        return self._value(field.name, hint)
+
+    def _value(self, name, hint):
+        origin, arguments = get_origin(hint), get_args(hint)
+        if dataclasses.is_dataclass(hint):
+            return self.of(hint)
+        if origin in (Union, types.UnionType):
+            return self._value(name, arguments[0]) if self._full else None
+        if origin is tuple:
+            return tuple(self._value(name, arguments[0]) for _ in range(2 if self._full else 0))
+        if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
+            keys, values = arguments
+            return {self._value(name, keys): self._value(name, values) for _ in range(2 if self._full else 0)}
+        return self._plain(name, hint)
+
+    def _plain(self, name, hint):
+        number = next(self._numbers) if self._full else 0
+        if hint is range:
+            return range(number, number + 5)
+        if hint is torch.dtype:
+            return torch.float64 if self._full else torch.float32
+        if hint is object:
+            return (number, 0.5)
+        plain = {
+            int: number if name in SMALL or not self._full else (1 << 40) + number,
+            float: number + 0.25 if self._full else 0.0,
+            str: f"{name} {number}" if self._full else "",
+            bytes: bytes([number]) if self._full else b"",
+        }
+        return plain[hint]
 
 
 def over_the_wire(message):
@@ -72,22 +118,87 @@ def over_the_wire(message):
 
 
 def by_name(value):
-    return type(value).__name__
+    return value.__name__
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=by_name)
-def test_commands_round_trip(command):
+both = pytest.mark.parametrize("full", [True, False], ids=["full", "empty"])
+
+
+def test_samples_hold_something_in_every_field():
+    """Else the tests below would not see that a field is forgotten."""
+    for cls in (
+        *get_args(core.Command),
+        *get_args(core.Report),
+        core.CommitInfo,
+        core.Decision,
+        StepResult,
+        GradientRules,
+    ):
+        full, empty = Samples(full=True).of(cls), Samples(full=False).of(cls)
+        for field in dataclasses.fields(cls):
+            value = getattr(full, field.name)
+            assert value not in (None, 0, 0.0, False, "", ()), f"{cls.__name__}.{field.name}"
+            assert value not in (field.default, getattr(empty, field.name)), f"{cls.__name__}.{field.name}"
+
+
+# Every message, with every field
+
+
+@both
+@pytest.mark.parametrize("cls", get_args(core.Command), ids=by_name)
+def test_commands_round_trip(cls, full):
+    command = Samples(full=full).of(cls)
     assert convert.command_from_proto(over_the_wire(convert.command_to_proto(command))) == command
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=by_name)
-def test_reports_round_trip(report):
+@both
+@pytest.mark.parametrize("cls", get_args(core.Report), ids=by_name)
+def test_reports_round_trip(cls, full):
+    report = Samples(full=full).of(cls)
     assert convert.report_from_proto(over_the_wire(convert.report_to_proto(report))) == report
 
 
-def test_every_command_and_report_is_among_those_tried_here():
-    assert {type(command) for command in COMMANDS} == set(get_args(core.Command))
-    assert {type(report) for report in REPORTS} == set(get_args(core.Report))
+@both
+def test_models_round_trip(full):
+    spec = Samples(full=full).of(core.ModelSpec)
+    assert convert.spec_from_proto(over_the_wire(convert.spec_to_proto(spec))) == spec
+
+
+@both
+def test_commits_round_trip(full):
+    commit = Samples(full=full).of(core.CommitInfo)
+    assert convert.commit_from_proto(over_the_wire(convert.commit_to_proto(commit))) == commit
+
+
+@both
+def test_outcomes_round_trip(full):
+    result = Samples(full=full).of(StepResult)
+    assert convert.outcome_from_proto(over_the_wire(convert.outcome_to_proto(result))) == result
+
+
+@both
+def test_pieces_of_state_round_trip(full):
+    chunk = Samples(full=full).of(StateChunk)
+    assert convert.state_chunk_from_proto(over_the_wire(convert.state_chunk_to_proto(chunk))) == chunk
+
+
+@both
+def test_placements_round_trip_in_order(full):
+    samples = Samples(full=full)
+    placement = tuple(samples.of(core.ShardPlacement) for _ in range(3))
+    assert convert.placement_from_proto(map(over_the_wire, convert.placement_to_proto(placement))) == placement
+
+
+@both
+def test_status_round_trips(full):
+    status = Samples(full=full).of(ClusterStatus)
+    assert convert.status_from_proto(over_the_wire(convert.status_to_proto(status))) == status
+
+
+def test_push_ids_round_trip_with_their_acknowledgement():
+    push_id = PushId(1 << 50, 7, 5)
+    back = convert.push_id_from_proto(over_the_wire(convert.push_id_to_proto(push_id)))
+    assert dataclasses.astuple(back) == (1 << 50, 7, 5)
 
 
 def test_models_round_trip_with_the_types_of_their_options():
@@ -98,67 +209,121 @@ def test_models_round_trip_with_the_types_of_their_options():
     assert type(back.optimizer_groups[1]["lr"]) is int
 
 
-def test_push_ids_round_trip_with_their_acknowledgement():
-    push_id = PushId(1 << 50, 7, 5)
-    back = convert.push_id_from_proto(over_the_wire(convert.push_id_to_proto(push_id)))
-    assert dataclasses.astuple(back) == (1 << 50, 7, 5)
+# What is absent, and what is zero
 
 
-def test_placements_round_trip_in_order():
-    placement = tuple(
-        core.ShardPlacement(server=f"s{i}", address=f"host{i}:1", first_bucket=i, last_bucket=i + 1) for i in range(3)
+@pytest.mark.parametrize("value", [None, 0.0, 1.5, math.inf], ids=str)
+def test_a_norm_that_nobody_asked_for_is_not_a_norm_of_zero(value):
+    result = dataclasses.replace(Samples(full=True).of(StepResult), grad_norm=value)
+    assert convert.outcome_from_proto(over_the_wire(convert.outcome_to_proto(result))).grad_norm == value
+    decision = dataclasses.replace(Samples(full=True).of(core.Decision), grad_norm=value, clip_value=value)
+    apply = core.Apply(model="m", epoch=1, decision=decision)
+    assert convert.command_from_proto(over_the_wire(convert.command_to_proto(apply))) == apply
+
+
+def test_a_norm_that_is_no_number_travels_as_it_is():
+    result = dataclasses.replace(Samples(full=True).of(StepResult), grad_norm=math.nan)
+    assert math.isnan(convert.outcome_from_proto(over_the_wire(convert.outcome_to_proto(result))).grad_norm)
+
+
+@pytest.mark.parametrize("nonfinite", NONFINITE_POLICIES)
+@pytest.mark.parametrize(("max_norm", "clip_value"), [(None, None), (0.5, None), (None, 2.0), (1e-300, 1e300)])
+def test_rules_round_trip(max_norm, clip_value, nonfinite):
+    rules = GradientRules(max_norm=max_norm, clip_value=clip_value, nonfinite=nonfinite)
+    commit = core.CommitInfo(step=1, base_round=0, samples=1, options=(), rules=rules)
+    assert convert.commit_from_proto(over_the_wire(convert.commit_to_proto(commit))).rules == rules
+
+
+@pytest.mark.parametrize("start", [None, 0, 5])
+def test_a_value_that_is_whole_is_not_a_part_that_starts_at_zero(start):
+    chunk = dataclasses.replace(Samples(full=True).of(StateChunk), start=start)
+    assert convert.state_chunk_from_proto(over_the_wire(convert.state_chunk_to_proto(chunk))) == chunk
+
+
+@pytest.mark.parametrize("plain", [None, False, True, 0, 7, 0.0, 1.5, "", "text"], ids=repr)
+def test_plain_values_of_state_keep_their_type(plain):
+    chunk = dataclasses.replace(
+        Samples(full=False).of(StateChunk), key="step", is_plain=True, plain=plain, dtype_code=0
     )
-    assert convert.placement_from_proto(map(over_the_wire, convert.placement_to_proto(placement))) == placement
+    back = convert.state_chunk_from_proto(over_the_wire(convert.state_chunk_to_proto(chunk)))
+    assert back == chunk
+    assert type(back.plain) is type(plain)
 
 
-def test_commits_round_trip():
-    commit = CommitInfo(step=1 << 40, samples=0, options=OPTIONS)
-    sent = over_the_wire(convert.commit_to_proto(commit, 2.5))
-    assert (convert.commit_from_proto(sent), sent.wait_s) == (commit, 2.5)
+@pytest.mark.parametrize("cls", [core.LivingTrainers, core.Prepared, core.DropShard], ids=by_name)
+def test_a_message_without_anything_in_it_is_still_of_its_kind(cls):
+    empty = Samples(full=False).of(cls)
+    if cls in get_args(core.Command):
+        assert isinstance(convert.command_from_proto(over_the_wire(convert.command_to_proto(empty))), cls)
+    else:
+        assert isinstance(convert.report_from_proto(over_the_wire(convert.report_to_proto(empty))), cls)
 
 
-def test_outcomes_round_trip():
-    result = StepResult(round=1 << 40, accepted=False, reason="too late", num_trainers=3, options=OPTIONS)
-    assert convert.outcome_from_proto(over_the_wire(convert.outcome_to_proto(result))) == result
+# State in chunks
 
 
-def test_status_round_trips():
-    model = ModelStatus(
-        name="m",
-        state="failed",
-        failure="disk",
-        sync_policy="bsp()",
-        optimizer="SGD",
-        round=9,
-        waiting_for_ranks=(0, 2),
-        missing_trainers=1,
-        shards=(
-            ShardStatus(server="s0", num_bytes=1 << 40, round=9, version=8),
-            ShardStatus(server="s1", num_bytes=0, round=8, version=8),
-        ),
-    )
-    trainer = TrainerStatus(
-        trainer_id=1 << 50,
-        rank=2,
-        step=4,
-        lease_s=1.5,
-        lag_rounds=1,
-        sent_bytes=1 << 40,
-        received_bytes=2,
-        reported={"loss": 0.5, "accuracy": 1.0},
-    )
-    status = ClusterStatus(
-        servers=(ServerStatus(name="s0", address="a:1", alive=True, silent_s=0.25),),
-        models=(model, dataclasses.replace(model, name="n", waiting_for_ranks=(), shards=(), failure="")),
-        trainers=(trainer, dataclasses.replace(trainer, reported={})),
-    )
-    assert convert.status_from_proto(over_the_wire(convert.status_to_proto(status))) == status
-    empty = ClusterStatus(servers=(), models=(), trainers=())
-    assert convert.status_from_proto(over_the_wire(convert.status_to_proto(empty))) == empty
+def test_state_arrives_as_it_was_sent_however_it_is_cut(monkeypatch):
+    monkeypatch.setattr("pserver.transport.state_chunks.MESSAGE_BYTES", 100)
+    pieces = [
+        (3, StatePiece(tensor=1, key="exp_avg", start=40, value=torch.arange(70.0))),
+        (3, StatePiece(tensor=1, key="step", start=None, value=torch.tensor(4.0))),
+        (3, StatePiece(tensor=2, key="exp_avg", start=None, value=torch.ones(3, 4, dtype=torch.bfloat16))),
+        (5, StatePiece(tensor=2, key="nothing", start=0, value=torch.empty(0))),
+        (5, StatePiece(tensor=2, key="plain", start=None, value=None)),
+        (5, StatePiece(tensor=2, key="z", start=0, value=torch.full((20,), 1 + 2j))),
+    ]
+    staging = StateStaging()
+    messages = list(state_messages(pieces))
+    for message in messages:
+        assert sum(len(chunk.data) for chunk in message) <= 100
+        for chunk in message:
+            staging.add_chunk(convert.state_chunk_from_proto(over_the_wire(chunk)))
+    assert len(messages) > 5
+    back = [(bucket, piece) for bucket, found in staging.complete().items() for piece in found]
+    assert len(back) == len(pieces)
+    for (bucket, piece), (sent_to, sent) in zip(back, pieces, strict=True):
+        assert (bucket, piece.tensor, piece.key, piece.start) == (sent_to, sent.tensor, sent.key, sent.start)
+        if isinstance(sent.value, torch.Tensor):
+            assert (piece.value.dtype, piece.value.shape) == (sent.value.dtype, sent.value.shape)
+            assert torch.equal(piece.value, sent.value)
+        else:
+            assert piece.value is None
+
+
+def test_many_small_values_do_not_make_one_huge_message(monkeypatch):
+    """A name and its like cost more than the data of a step count."""
+    monkeypatch.setattr("pserver.transport.state_chunks.MESSAGE_BYTES", 1000)
+    pieces = [(0, StatePiece(tensor=each, key="step", start=None, value=torch.tensor(1.0))) for each in range(100)]
+    messages = list(state_messages(pieces))
+    assert sum(map(len, messages)) == 100
+    assert all(sum(chunk.ByteSize() for chunk in message) <= 1000 for message in messages)
+
+
+def test_without_state_there_is_no_message():
+    assert list(state_messages([])) == []
+
+
+# What is refused
 
 
 def test_options_that_were_left_out_are_none():
-    assert convert.commit_from_proto(shards_pb2.Commit(step=1)).options == ()
+    assert convert.commit_from_proto(types_pb2.Commit(step=1, nonfinite="pass")).options == ()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        types_pb2.Commit(step=1),
+        types_pb2.Commit(step=1, nonfinite="ignore"),
+        types_pb2.Commit(step=1, nonfinite="pass", max_norm=0.0),
+        types_pb2.Commit(step=1, nonfinite="pass", max_norm=math.nan),
+        types_pb2.Commit(step=1, nonfinite="pass", clip_value=-1.0),
+    ],
+    ids=lambda message: str(message).replace("\n", " "),
+)
+def test_rules_that_make_no_sense_are_refused(message):
+    with pytest.raises(InvalidRequest, match=r"nonfinite|max_norm|clip_value"):
+        convert.commit_from_proto(message)
 
 
 @pytest.mark.parametrize("value", [{"lr": 0.1}, [1], "lr", 3, [[]]], ids=repr)

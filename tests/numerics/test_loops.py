@@ -1,11 +1,9 @@
-"""What a training loop does around a step: schedules, closures, changed options, edited gradients."""
+"""What a training loop does around a step: closures, changed options, edited gradients, several models."""
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
 import pserver
 from pserver.client.cluster import Cluster
@@ -22,12 +20,6 @@ from tests.numerics.training import (
     train_on_averages,
     values,
 )
-
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
-    "StepLR": lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.3),
-    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, T_max=5),
-    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=8),
-}
 
 Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 
@@ -49,28 +41,6 @@ def compare(cluster: LocalCluster, name: str, recipe: str, loop: Loop) -> None:
 
     (found,) = cluster.train(1, program)
     assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("recipe", ["sgd-momentum", "adamw"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_of_torch_drive_a_remote_optimizer(
-    schedule: str, recipe: str, cluster: LocalCluster, name: str
-) -> None:
-    batches = of_rank(make_batches([8], steps=7), 0)
-
-    def loop(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-        scheduler = SCHEDULES[schedule](optimizer)
-        trajectory = []
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(module, batch).backward()
-            optimizer.step()
-            scheduler.step()
-            options = torch.tensor([[group["lr"], group.get("momentum", 0.0)] for group in optimizer.param_groups])
-            trajectory.append([*values(module), options])
-        return trajectory
-
-    compare(cluster, name, recipe, loop)
 
 
 def test_options_changed_between_steps_hold_from_the_next_step_on(cluster: LocalCluster, name: str) -> None:

@@ -197,7 +197,7 @@ def test_frozen_parameters_and_buffers_come_from_the_first_trainer(way: str, clu
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_frozen_parameters_never_move_and_buffers_stay_the_trainers_own(
+def test_frozen_parameters_never_move_and_local_buffers_stay_the_trainers_own(
     way: str, cluster: LocalCluster, name: str
 ) -> None:
     batches = make_batches([8, 5])
@@ -206,7 +206,7 @@ def test_frozen_parameters_never_move_and_buffers_stay_the_trainers_own(
 
     def program(session: Cluster) -> Any:
         own = of_rank(batches, session.rank)
-        return WAYS[way](session, Mixed(seed=1), RECIPES["adamw"], own, {}, name=name)[1]
+        return WAYS[way](session, Mixed(seed=1), RECIPES["adamw"], own, {}, name=name, buffers="local")[1]
 
     runs = cluster.train(2, program)
     optimizers = [RECIPES["adamw"].make(each, {"fused": True}) for each in local]

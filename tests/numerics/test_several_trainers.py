@@ -78,7 +78,9 @@ def test_several_trainers_get_the_bits_of_averaging_in_order_of_rank(
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize(("trainers", "dtype"), [(2, torch.float32), (3, torch.float64)])
+@pytest.mark.parametrize(
+    ("trainers", "dtype"), [(2, torch.float32), pytest.param(3, torch.float64, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_several_trainers_equal_one_process_on_the_joined_batch(
     recipe: str, trainers: int, dtype: torch.dtype, cluster: LocalCluster, name: str

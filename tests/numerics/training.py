@@ -1,14 +1,19 @@
 """What the tests here train, and the ways to train it: on a cluster, and with torch alone."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 import pserver
 from pserver.client.cluster import Cluster
+from pserver.types import ModelStatus
 from pserver.wire.tensors import to_bytes
+
+T = TypeVar("T")
 
 #: Inputs and targets.
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -17,6 +22,8 @@ Run = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 #: Small enough that a model of these tests has several buckets, which cut tensors at odd places.
 BUCKET_BYTES = 1024
+#: A condition that a test polls for must hold by then.
+POLL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +179,17 @@ def train_on_averages(
     return trajectory
 
 
+def remote_optimizer(
+    cluster: Cluster, module: torch.nn.Module, recipe: Recipe, name: str, **more: Any
+) -> pserver.optim.RemoteOptimizer:
+    """The drop-in optimizer of a recipe; `more` are further arguments, for instance of `RemoteOptimizer` itself."""
+    return pserver.optim.RemoteOptimizer(
+        recipe.optimizer,
+        recipe.dealt(trainable(module)),
+        **{"module": module, "name": name, "cluster": cluster, "bucket_bytes": BUCKET_BYTES, **recipe.options, **more},
+    )
+
+
 def train_with_remote_optimizer(
     cluster: Cluster,
     module: torch.nn.Module,
@@ -181,18 +199,10 @@ def train_with_remote_optimizer(
     *,
     name: str,
     weighted: bool = False,
+    **shared: Any,
 ) -> Run:
-    """`loss.backward(); optimizer.step()` with the optimizer on servers."""
-    optimizer = pserver.optim.RemoteOptimizer(
-        recipe.optimizer,
-        recipe.dealt(trainable(module)),
-        module=module,
-        name=name,
-        cluster=cluster,
-        bucket_bytes=BUCKET_BYTES,
-        **recipe.options,
-        **implementation,
-    )
+    """`loss.backward(); optimizer.step()` with the optimizer on servers; `shared` is what all trainers agree on."""
+    optimizer = remote_optimizer(cluster, module, recipe, name, **implementation, **shared)
     losses, trajectory = [], []
     for batch in batches:
         optimizer.zero_grad()
@@ -213,9 +223,10 @@ def train_with_contexts(
     *,
     name: str,
     weighted: bool = False,
+    **shared: Any,
 ) -> Run:
-    """Distributed autograd contexts and `DistributedOptimizer`."""
-    model = pserver.distribute(module, name=name, cluster=cluster, bucket_bytes=BUCKET_BYTES)
+    """Distributed autograd contexts and `DistributedOptimizer`; `shared` is what all trainers agree on."""
+    model = pserver.distribute(module, name=name, cluster=cluster, bucket_bytes=BUCKET_BYTES, **shared)
     optimizer = pserver.optim.DistributedOptimizer(
         recipe.optimizer, recipe.dealt(model.parameter_refs()), **recipe.options, **implementation
     )
@@ -234,6 +245,46 @@ WAYS: dict[str, Callable[..., Run]] = {
     "remote optimizer": train_with_remote_optimizer,
     "contexts": train_with_contexts,
 }
+
+
+def step_on(module: torch.nn.Module, optimizer: Any, batch: Batch, **step: Any) -> torch.Tensor:
+    """One step of any optimizer with a batch's gradient; returns the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(module, batch)
+    loss.backward()
+    optimizer.step(**step)
+    return loss.detach()
+
+
+# Several trainers in one test, step by step
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Polls until a condition holds.
+
+    Raises:
+        AssertionError: it does not within `POLL_S`.
+    """
+    give_up = time.monotonic() + POLL_S
+    while not condition():
+        assert time.monotonic() < give_up, f"not in time: {what}"
+        time.sleep(0.005)
+
+
+def model_status(cluster: Cluster, name: str) -> ModelStatus:
+    """What the coordinator says about one model."""
+    return next(model for model in cluster.status().models if model.name == name)
+
+
+def in_parallel(*calls: Callable[[], T]) -> list[T]:
+    """Results of calls that wait for each other, each made in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+def set_timeout(cluster: Cluster, timeout_s: float) -> None:
+    """Changes the deadline of a session's later operations, so that registering may take its time."""
+    cluster.settings = replace(cluster.settings, timeout_s=timeout_s)
 
 
 # Comparing

@@ -1,5 +1,6 @@
 """Two trainers and two servers, each a process: they learn, agree to the bit, and can be watched."""
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,12 @@ def test_initial_values_are_sent_once_however_often_models_are_registered(pool: 
 def test_status_shows_models_shards_and_trainers(trainers: list[Trainer], cluster: Cluster) -> None:
     train(trainers, "watched")
     shown = subprocess.run(
-        [*PSERVER, "status", cluster.address], check=True, capture_output=True, text=True, timeout=START_S
+        [*PSERVER, "status", cluster.address],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env={**os.environ, "COLUMNS": "200"},  # no cell is wrapped
     )
     tables = re.split(r"^(servers|models|shards|trainers) *$", shown.stdout, flags=re.MULTILINE)
     cells = {
@@ -69,7 +75,8 @@ def test_status_shows_models_shards_and_trainers(trainers: list[Trainer], cluste
         ["s1", cluster.other.address(), "alive"],
     ]
     (model,) = [row for row in cells["models"] if row[0] == "watched"]
-    assert model[1:] == ["ready", "bsp()", "Adam", str(NUM_STEPS), "ranks 0, 1"]
+    counts = [str(2 * NUM_STEPS), "0", "mean 0.0, max 0"]
+    assert model[1:] == ["ready", "Bsp()", "Adam", str(NUM_STEPS), *counts, "ranks 0, 1"]
     shards = [row for row in cells["shards"] if row[0] == "watched"]
     assert [row[1] for row in shards] == ["s0", "s1"]
     for row in shards:

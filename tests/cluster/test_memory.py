@@ -1,0 +1,138 @@
+"""Models and contexts that are made and dropped leave nothing behind, on the server and on the trainer."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import pserver
+from pserver.client.cluster import Cluster as Session
+from pserver.client.flattening import FlatBuffers
+from pserver.client.model import SharedModel
+from pserver.config import TrainerSettings
+from tests.cluster.counted import CountedServer
+from tests.cluster.counted_server import resident_bytes
+from tests.cluster.processes import START_S
+
+MEBI = 1 << 20
+#: What a process may grow by, for fragments and caches of allocators. All that was dropped is many times that.
+BOUND_BYTES = 48 * MEBI
+#: Of one model's values and of one context's gradients. Optimizer state and buffers on the trainer come on top.
+MODEL_BYTES = MEBI
+LEASE_S = 60.0
+FIRST_CONTEXT = 10_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CountedServer]:
+    server = CountedServer(
+        "s0",
+        "--coordinator",
+        "--trainer-lease-s",
+        str(LEASE_S),
+        "--server-lease-s",
+        str(LEASE_S),
+        "--log-level",
+        "ERROR",
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def session(server: CountedServer) -> Iterator[Session]:
+    settings = TrainerSettings.resolve(server.address(), rank=0, world_size=1, timeout_s=START_S)
+    with Session(settings) as session:
+        yield session
+
+
+class Weight:
+    """One parameter of `MODEL_BYTES`, trained by Adam."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.value = torch.nn.Parameter(torch.zeros(MODEL_BYTES // 4))
+        self.value.grad = torch.ones_like(self.value)
+        self.optimizer = pserver.optim.RemoteOptimizer(
+            torch.optim.Adam, [("weight", self.value)], lr=0.1, name=name, cluster=session
+        )
+
+
+def make_and_drop_model(session: Session) -> None:
+    """Registers, trains for a step and drops it again."""
+    Weight(session, "dropped").optimizer.step()
+    session.drop_model("dropped")
+
+
+def report(capsys: pytest.CaptureFixture[str], what: str, server_bytes: int, trainer_bytes: int) -> None:
+    with capsys.disabled():
+        print(f"\n  {what}: server {server_bytes / MEBI:+.1f} MiB, trainer {trainer_bytes / MEBI:+.1f} MiB", end="")
+
+
+def num_objects(kind: type) -> int:
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_models_that_are_made_and_dropped_leave_nothing(
+    server: CountedServer, session: Session, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(10):
+        make_and_drop_model(session)
+    before = num_objects(SharedModel), num_objects(FlatBuffers)
+    server_bytes, trainer_bytes = server.counts()["resident_bytes"], resident_bytes()
+    for _ in range(number):
+        make_and_drop_model(session)
+    counts = server.counts()
+    grown = counts["resident_bytes"] - server_bytes, resident_bytes() - trainer_bytes
+    report(capsys, f"{number} models of {MODEL_BYTES / MEBI:g} MiB", *grown)
+    assert (counts["Model"], counts["Shard"], counts["HostedShard"], counts["GradientContext"]) == (0, 0, 0, 0)
+    # The coordinator keeps the outcome of what the trainer did last until it hears from it again.
+    assert counts["outcomes"] <= 1
+    assert max(grown) < BOUND_BYTES
+    assert (num_objects(SharedModel), num_objects(FlatBuffers)) == before
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_contexts_that_are_pushed_and_dropped_leave_nothing(
+    server: CountedServer, session: Session, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = Weight(session, "contexts")
+    model = weight.optimizer._model
+    assert model is not None
+
+    def push_and_drop(first: int, count: int) -> None:
+        for context_id in range(first, first + count):
+            model.push(context_id, [weight.value.grad])
+            model.drop_context(context_id)
+
+    push_and_drop(FIRST_CONTEXT, 20)
+    server_bytes, trainer_bytes = server.counts()["resident_bytes"], resident_bytes()
+    push_and_drop(2 * FIRST_CONTEXT, number)
+    counts = server.counts()
+    grown = counts["resident_bytes"] - server_bytes, resident_bytes() - trainer_bytes
+    report(capsys, f"{number} contexts of {MODEL_BYTES / MEBI:g} MiB", *grown)
+    assert counts["GradientContext"] == 0
+    # One of the coordinator and one of the shard: of what the trainer did last, until they hear from it again.
+    assert counts["outcomes"] <= 2
+    assert max(grown) < BOUND_BYTES
+    session.drop_model("contexts")
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.slow)])
+def test_trainers_that_come_and_go_leave_nothing(server: CountedServer, number: int) -> None:
+    """Each leaves a model's context open and an outcome unheard of when it goes."""
+    settings = TrainerSettings.resolve(server.address(), rank=0, world_size=1, timeout_s=START_S)
+    for _ in range(number):
+        with Session(settings) as session:
+            weight = Weight(session, "stays")
+            assert weight.optimizer._model is not None
+            weight.optimizer._model.push(FIRST_CONTEXT, [weight.value.grad])
+    counts = server.counts()
+    assert (counts["Member"], counts["GradientContext"], counts["outcomes"]) == (0, 0, 0)
+    assert (counts["Model"], counts["Shard"]) == (1, 1)
+    with Session(settings) as session:
+        session.drop_model("stays")

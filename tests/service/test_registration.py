@@ -84,3 +84,14 @@ def test_a_dropped_model_can_be_registered_anew_with_another_description(cluster
             assert optimizer.last_result.round == 1
             session.drop_model(name)
         session.drop_model(name)
+
+
+def test_a_description_larger_than_grpcs_default_limit_on_messages_registers(cluster: GrpcCluster, name: str) -> None:
+    """gRPC refuses messages above 4 MiB unless it is told otherwise; others hand that limit on to their users."""
+    named = [(f"{index:0>1000}", torch.nn.Parameter(torch.zeros(1))) for index in range(5000)]
+    with cluster.connect(0, 1) as session:
+        optimizer = pserver.optim.RemoteOptimizer(torch.optim.SGD, named, lr=1.0, name=name, cluster=session)
+        for _, parameter in named:
+            parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert all(parameter.item() == -1.0 for _, parameter in named)

@@ -311,8 +311,11 @@ def check_groups(name: str, groups: Sequence[GroupOptions], tensors: Sequence[Te
     num_groups = max((tensor.group for tensor in tensors), default=-1) + 1
     if num_groups > len(groups):
         raise InvalidRequest(f"tensors name {num_groups} groups, but {len(groups)} were described")
+    by_group: dict[int, list[TensorSpec]] = {}
+    for tensor in tensors:
+        by_group.setdefault(tensor.group, []).append(tensor)
     for number, group in enumerate(groups):
-        members = [tensor for tensor in tensors if tensor.group == number]
+        members = by_group.get(number, [])
         if entry.elementwise:
             for dtype in {element_type(tensor.dtype).master for tensor in members} or {torch.float32}:
                 _try_scalar(name, group, dtype)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from pserver.core.optimizer_state import StatePiece, StateReader
-from pserver.core.shard import MASTER_KEY
+from pserver.core.optimizer_state import MASTER_KEY, StatePiece, StateReader
 from pserver.errors import InternalError, InvalidRequest
 from pserver.types import GroupOptions
 from pserver.wire.layout import Layout
@@ -68,10 +67,9 @@ def check_state(layout: Layout, states: TensorStates, optimizer: str, groups: Se
         if piece.key != MASTER_KEY:
             pieces.setdefault(index, []).append(piece)
     for index, cut in pieces.items():
-        bucket, segments = layout.buckets[index], layout.segments[index]
-        shapes = [layout.tensors[each.tensor].shape for each in segments] if layout.whole_tensors else None
+        bucket = layout.buckets[index]
         master = element_type(bucket.dtype).master
-        StateReader(optimizer, groups[bucket.group], master, segments, shapes).read(cut)
+        StateReader(optimizer, groups[bucket.group], master, layout.segments[index], layout.shapes(index)).read(cut)
 
 
 def join_state(layout: Layout, pieces: Iterable[StatePiece]) -> dict[int, dict[str, object]]:

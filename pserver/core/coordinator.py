@@ -256,6 +256,11 @@ class Coordinator:
         server.heard_s = now_s
         return True
 
+    @property
+    def lost_servers(self) -> frozenset[str]:
+        """Names of servers whose lease has ended."""
+        return frozenset(each.name for each in self._servers.values() if not each.alive)
+
     def report(self, server: str, report: Report, now_s: float) -> None:
         """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
         model = self._models.get(report.model)
@@ -334,28 +339,29 @@ class Coordinator:
     # Inside
 
     def _create(self, spec: ModelSpec) -> Model | None:
-        alive = sorted(self._alive_servers(), key=lambda each: each.name)
-        if len(alive) < self._min_servers:
+        if len(self._alive_servers()) < self._min_servers:
             return None
-        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1)
-        self._epoch += 1
-        self._models[spec.name] = model
+        model = self._place(spec)
         logger.info("model %s is placed on %s", spec.name, ", ".join(model.servers))
-        for server in model.servers:
-            self._tell(server, self._create_command(model, server))
         return model
 
     def _replace(self, old: Model) -> Model:
         """Puts another description in a model's place; its rounds and trainers go on."""
         spec, initialiser = old.proposal
-        alive = sorted(self._alive_servers(), key=lambda each: each.name)
-        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1, replaced=old)
+        model = self._place(spec, old)
         model.initialiser = initialiser
+        logger.info("model %s goes on with another description from round %d on", spec.name, model.rounds.round)
+        return model
+
+    def _place(self, spec: ModelSpec, replaced: Model | None = None) -> Model:
+        """Places a model on all living servers, under a new epoch; the shards of the replaced one go first."""
+        alive = sorted(self._alive_servers(), key=lambda each: each.name)
+        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1, replaced)
         self._epoch += 1
         self._models[spec.name] = model
-        logger.info("model %s goes on with another description from round %d on", spec.name, model.rounds.round)
-        for server in old.servers:
-            self._tell(server, DropShard(model=spec.name, epoch=old.epoch))
+        if replaced is not None:
+            for server in replaced.servers:
+                self._tell(server, DropShard(model=spec.name, epoch=replaced.epoch))
         for server in model.servers:
             self._tell(server, self._create_command(model, server))
         return model

@@ -16,6 +16,9 @@ from pserver.wire.layout import Segment
 
 State = dict[str, Any]
 
+#: Key under which the float32 master of a parameter in half precision travels with its optimizer state.
+MASTER_KEY = "master_param"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece:

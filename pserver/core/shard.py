@@ -24,7 +24,7 @@ from pserver.core.messages import (
     ShardCreated,
     ShardInitialised,
 )
-from pserver.core.optimizer_state import StatePiece
+from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options
 from pserver.core.reduce import count_nonfinite, sum_of_squares, weighted_mean_
 from pserver.core.rules import NonFinite
@@ -33,7 +33,7 @@ from pserver.core.stepping import BucketStepper
 from pserver.core.sync import make_policy
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import PushId, StepResult
-from pserver.wire.layout import BUFFERS, STORED, Bucket
+from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
 from pserver.wire.tensors import element_type, memory_of
 
 
@@ -48,9 +48,6 @@ class Done:
 
 
 Outcome = StepResult | Pending | Done
-
-#: Key under which the float32 master of a parameter in half precision travels with its optimizer state.
-MASTER_KEY = "master_param"
 
 BucketStates = Mapping[int, Sequence[StatePiece]]
 
@@ -77,16 +74,17 @@ class Shard:
 
     Args:
         command: what to make.
+        layout: of its model, if that is at hand; to compute it takes a while.
 
     Raises:
         UnsupportedOptimizer: torch refuses the optimizer's arguments.
         InvalidRequest: buckets that the model does not have.
     """
 
-    def __init__(self, command: CreateShard) -> None:
+    def __init__(self, command: CreateShard, layout: Layout | None = None) -> None:
         self.spec = command.spec
         self.epoch = command.epoch
-        self.layout = command.spec.layout()
+        self.layout = layout or command.spec.layout()
         self.buckets: tuple[Bucket, ...] = self.layout.part(command.runs)
         self.trained: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group >= 0)
         self.exchanged: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group != STORED)
@@ -109,10 +107,13 @@ class Shard:
         self._last_step: dict[int, int] = {}
 
     def _stepper(self, bucket: Bucket) -> BucketStepper:
-        segments = self.layout.segments[bucket.index]
-        shapes = [self.layout.tensors[each.tensor].shape for each in segments] if self.layout.whole_tensors else None
-        group = self.spec.optimizer_groups[bucket.group]
-        return BucketStepper(self.spec.optimizer, group, self._values[bucket.index], segments, shapes)
+        return BucketStepper(
+            self.spec.optimizer,
+            self.spec.optimizer_groups[bucket.group],
+            self._values[bucket.index],
+            self.layout.segments[bucket.index],
+            self.layout.shapes(bucket.index),
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -164,6 +164,5 @@ class CoordinatorHost:
 
     def _end_dead_links(self) -> None:
         """A server whose lease has ended may never send another message: nothing is kept for it."""
-        dead = {server.name for server in self.core.status(self.now_s()).servers if not server.alive}
-        for name in dead & self._links.keys():
+        for name in self.core.lost_servers & self._links.keys():
             self._links[name].end()

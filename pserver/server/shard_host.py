@@ -325,7 +325,8 @@ class ShardHost:
         self.report(ShardCreated(model=name, epoch=command.epoch))
 
     def _make_shard(self, command: CreateShard) -> Shard:
-        needed = _bytes_of(command.spec.layout().part(command.runs))
+        layout = command.spec.layout()
+        needed = _bytes_of(layout.part(command.runs))
         held = sum(hosted.num_bytes for hosted in list(self._shards.values()))
         available = memory_bytes() - held
         if needed > available:
@@ -333,7 +334,7 @@ class ShardHost:
                 f"the values alone need {needed} bytes, but server {self.name} has {available} bytes of memory that no "
                 "other model takes; use more servers, or larger ones"
             )
-        return Shard(command)
+        return Shard(command, layout)
 
     async def _make_ready(self, hosted: HostedShard, command: ModelReady) -> None:
         try:

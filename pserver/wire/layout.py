@@ -146,6 +146,10 @@ class Layout:
             last = run.stop
         return tuple(found)
 
+    def shapes(self, bucket: int) -> list[tuple[int, ...]] | None:
+        """The shapes of the tensors in a bucket, by segment; None where tensors may be cut."""
+        return [self.tensors[each.tensor].shape for each in self.segments[bucket]] if self.whole_tensors else None
+
     @cached_property
     def segments(self) -> tuple[tuple[Segment, ...], ...]:
         """For each bucket the pieces of tensors in it, in order."""

@@ -15,9 +15,9 @@ from pserver.core.messages import (
     ShardCreated,
     ShardInitialised,
 )
-from pserver.core.optimizer_state import StatePiece
+from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.rules import GradientRules, NonFinite
-from pserver.core.shard import MASTER_KEY, Done, Pending
+from pserver.core.shard import Done, Pending
 from pserver.core.staging import Staging
 from pserver.errors import (
     InternalError,

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import IO
 from urllib.parse import urlsplit
 
+from pip._internal.models.index import PyPI
+
 from tests.docker.commands import run
 from tests.docker.daemon import Docker
 
-#: Hosts that packages name in their own documentation, wherever they were installed from.
-_NAMED_BY_PACKAGES = {"pypi.org", "files.pythonhosted.org"}
+#: The public registry, as pip knows it: packages name it in their own documentation, wherever they were installed from.
+_NAMED_BY_PACKAGES = {PyPI.netloc, PyPI.file_storage_domain}
 #: Certificates of the system, in the image as well.
 _PLACES_EVERYWHERE = ("/etc/ssl/",)
 #: Settings and leftovers of package managers, and what is needed only to build.

@@ -19,11 +19,8 @@ sizes_of_buckets = pytest.mark.parametrize("bucket_bytes", [0, 64], ids=["whole"
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
+def one_thread(same_threads):
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def moved(pieces):

@@ -70,12 +70,9 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(same_threads):
     """Threads that meet after every small operation take most of the time when all cores are busy."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Pair:

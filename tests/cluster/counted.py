@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.cluster.processes import START_S, Child
+from tests.waiting import until
 
 
 class CountedServer(Child):
@@ -25,4 +26,20 @@ class CountedServer(Child):
         line = self.wait_for("^count ", START_S, skip=self._num_asked)
         self._num_asked += 1
         found: dict[str, int] = json.loads(line.removeprefix("count "))
+        return found
+
+    def counts_with(self, **expected: int) -> dict[str, int]:
+        """The counts, once these are among them: what a server hears over its link, it hears a moment later.
+
+        Raises:
+            AssertionError: they are not in time.
+        """
+        found: dict[str, int] = {}
+
+        def as_expected() -> bool:
+            nonlocal found
+            found = self.counts()
+            return found.items() >= expected.items()
+
+        until(as_expected, lambda: f"{expected}; the counts are {found}")
         return found

@@ -17,7 +17,7 @@ from pserver.transport.grpc_channel import GrpcChannel
 from pserver.transport.loop import LoopThread
 from tests.cluster.frames import FrameProxy, Frames
 from tests.cluster.processes import SOON_S, Cluster
-from tests.service.grpc_cluster import until
+from tests.waiting import until
 
 HOURS_S = 2 * 3600.0
 LEASE_S = 10.0

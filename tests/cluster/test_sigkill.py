@@ -18,7 +18,8 @@ from pserver.errors import RoundFailed
 from pserver.types import StepResult
 from tests.cluster.held_trainer import NUM_ELEMENTS, gradient
 from tests.cluster.processes import SOON_S, START_S, Child
-from tests.service.grpc_cluster import GrpcCluster, until
+from tests.service.grpc_cluster import GrpcCluster
+from tests.waiting import until
 
 LEASE_S = 4.0
 SURVIVORS = (0, 1)

@@ -54,8 +54,8 @@ from tests.hostile.world import (
     model_spec,
     num_staged,
     tensor,
-    until,
 )
+from tests.waiting import until
 
 FLOAT = torch.float32
 HUGE = (1 << 62) - 1

@@ -30,8 +30,8 @@ from tests.hostile.world import (
     model_spec,
     num_staged,
     tensor,
-    until,
 )
+from tests.waiting import until
 
 #: Spoiled calls of one example.
 CALLS_PER_EXAMPLE = 20

@@ -4,9 +4,8 @@ import asyncio
 import gc
 import itertools
 import secrets
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,13 @@ from pserver.transport.status import ERROR_KEY, from_rpc_error
 from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import Bucket, Layout, TensorSpec
 from pserver.wire.tensors import element_type, from_bytes, to_bytes
+from tests.waiting import POLL_S, until
 
 TRANSPORTS = ("grpc", "in process")
 #: Of one hostile call: whatever it asks for, its answer must be there by then.
 CALL_TIMEOUT_S = 5.0
 #: How long a hostile call asks the server to wait, unless that is what was spoiled.
 WAIT_S = 0.05
-#: A condition that is polled for must hold by then.
-POLL_S = 10.0
 
 MESSAGE_LIMIT = 6000
 
@@ -301,18 +299,6 @@ def num_staged() -> int:
     if _staged:
         gc.collect()
     return len(_staged)
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Polls until a condition holds.
-
-    Raises:
-        AssertionError: it does not within `POLL_S`.
-    """
-    give_up = time.monotonic() + POLL_S
-    while not condition():
-        assert time.monotonic() < give_up, what()
-        time.sleep(0.005)
 
 
 def check_clean(outcome: Outcome, *, may_wait: bool = False, may_break: bool = False) -> None:

@@ -19,11 +19,11 @@ from tests.numerics.training import (
     make_module,
     of_rank,
     remote_optimizer,
-    set_timeout,
     step_on,
     train_locally,
     values,
 )
+from tests.waiting import set_timeout
 
 
 @torch.no_grad()

@@ -25,11 +25,11 @@ from tests.numerics.training import (
     model_status,
     of_rank,
     remote_optimizer,
-    set_timeout,
     step_on,
     train_on_averages,
     values,
 )
+from tests.waiting import set_timeout
 
 
 @pytest.mark.parametrize("way", WAYS)

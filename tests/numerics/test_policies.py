@@ -26,12 +26,11 @@ from tests.numerics.training import (
     model_status,
     of_rank,
     remote_optimizer,
-    set_timeout,
     step_on,
     train_locally,
-    until,
     values,
 )
+from tests.waiting import set_timeout, until
 
 SIZE = 300
 

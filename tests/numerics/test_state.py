@@ -24,11 +24,11 @@ from tests.numerics.training import (
     make_module,
     of_rank,
     remote_optimizer,
-    set_timeout,
     step_on,
     train_on_averages,
     values,
 )
+from tests.waiting import set_timeout
 
 STATEFUL = ["sgd-momentum", "adam", "adamw-amsgrad", "adamw-groups"]
 #: Where torch and servers may differ: how a step is computed, not what.

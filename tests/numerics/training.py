@@ -1,9 +1,8 @@
 """What the tests here train, and the ways to train it: on a cluster, and with torch alone."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,6 @@ Run = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 #: Small enough that a model of these tests has several buckets, which cut tensors at odd places.
 BUCKET_BYTES = 1024
-#: A condition that a test polls for must hold by then.
-POLL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,18 +256,6 @@ def step_on(module: torch.nn.Module, optimizer: Any, batch: Batch, **step: Any) 
 # Several trainers in one test, step by step
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Polls until a condition holds.
-
-    Raises:
-        AssertionError: it does not within `POLL_S`.
-    """
-    give_up = time.monotonic() + POLL_S
-    while not condition():
-        assert time.monotonic() < give_up, f"not in time: {what}"
-        time.sleep(0.005)
-
-
 def model_status(cluster: Cluster, name: str) -> ModelStatus:
     """What the coordinator says about one model."""
     return next(model for model in cluster.status().models if model.name == name)
@@ -280,11 +265,6 @@ def in_parallel(*calls: Callable[[], T]) -> list[T]:
     """Results of calls that wait for each other, each made in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result() for each in [pool.submit(call) for call in calls]]
-
-
-def set_timeout(cluster: Cluster, timeout_s: float) -> None:
-    """Changes the deadline of a session's later operations, so that registering may take its time."""
-    cluster.settings = replace(cluster.settings, timeout_s=timeout_s)
 
 
 # Comparing

@@ -1,9 +1,7 @@
 """Servers behind real gRPC on one event loop of this process, and ways to talk to them."""
 
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -23,8 +21,6 @@ T = TypeVar("T")
 
 #: Of every operation of trainers, unless a test says otherwise.
 TIMEOUT_S = 15.0
-#: A condition that a test polls for must hold by then.
-POLL_S = 10.0
 
 
 class GrpcCluster:
@@ -122,20 +118,3 @@ class GrpcCluster:
         """Contexts that the shards of a model hold, by server; -1 where there is no shard."""
         hosts = [node.shards._shards.get(name) for node in self.nodes]
         return [-1 if hosted is None else hosted._shard.num_contexts for hosted in hosts]
-
-
-def set_timeout(session: Cluster, timeout_s: float) -> None:
-    """Changes the deadline of a session's later operations, so that registering may take its time."""
-    session.settings = replace(session.settings, timeout_s=timeout_s)
-
-
-def until(condition: Callable[[], bool], what: str, *, limit_s: float = POLL_S) -> None:
-    """Polls until a condition holds.
-
-    Raises:
-        AssertionError: it does not within `limit_s`.
-    """
-    give_up = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up, f"not in time: {what}"
-        time.sleep(0.01)

@@ -26,8 +26,9 @@ from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
 from pserver.transport.methods import COORDINATOR
 from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import TensorSpec
-from tests.service.grpc_cluster import GrpcCluster, until
+from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import ARGUMENTS, WireModel, WireTrainer, everywhere, spec
+from tests.waiting import until
 
 FLOAT = torch.float32
 HUGE = (1 << 62) - 1

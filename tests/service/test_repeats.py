@@ -1,6 +1,7 @@
 """Every mutation may be repeated: lost requests, lost replies and broken streams change nothing."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -24,8 +25,9 @@ from tests.numerics.training import (
     of_rank,
     values,
 )
-from tests.service.grpc_cluster import GrpcCluster, set_timeout, until
+from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import WireTrainer, everywhere, spec
+from tests.waiting import set_timeout, until
 
 MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", "Step", "DropContext", "DropModel", "Leave")
 #: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, and
@@ -183,11 +185,9 @@ def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits
     assert cluster.num_contexts(name) == [0, 0]
 
 
-def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str) -> None:
-    """The reply comes too late, the gradient is in the round all the same.
-
-    The next gradient was computed on the parameters of before, and is refused; the one after that counts.
-    """
+@contextmanager
+def timed_out_step(cluster: GrpcCluster, name: str) -> Iterator[tuple[list[torch.nn.Parameter], Any, Any]]:
+    """Weights and optimizers of two trainers; the first one's step timed out, and is in round 1 with the second's."""
     weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
     sessions = [cluster.connect(rank, 2) for rank in range(2)]
     with sessions[0], sessions[1]:
@@ -201,6 +201,15 @@ def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster,
             impatient.step()
         weights[1].grad = torch.full((10,), 4.0)
         patient.step()
+        yield weights, impatient, patient
+
+
+def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str) -> None:
+    """The reply comes too late, the gradient is in the round all the same.
+
+    The next gradient was computed on the parameters of before, and is refused; the one after that counts.
+    """
+    with timed_out_step(cluster, name) as (weights, impatient, patient):
         assert weights[1][0] == -3.0
         assert weights[0][0] == 0.0
 
@@ -218,19 +227,7 @@ def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster,
 
 
 def test_a_step_that_timed_out_and_is_called_again_is_counted_once(cluster: GrpcCluster, name: str) -> None:
-    weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
-    sessions = [cluster.connect(rank, 2) for rank in range(2)]
-    with sessions[0], sessions[1]:
-        impatient, patient = (
-            pserver.optim.RemoteOptimizer(torch.optim.SGD, [weight], lr=1.0, name=name, cluster=session)
-            for weight, session in zip(weights, sessions, strict=True)
-        )
-        set_timeout(sessions[0], 1.0)
-        weights[0].grad = torch.full((10,), 2.0)
-        with pytest.raises(TimeoutError):
-            impatient.step()
-        weights[1].grad = torch.full((10,), 4.0)
-        patient.step()
+    with timed_out_step(cluster, name) as (weights, impatient, _):
         impatient.step()
         assert impatient.last_result.accepted
         assert [weight[0].item() for weight in weights] == [-3.0, -3.0]

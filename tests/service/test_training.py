@@ -20,7 +20,8 @@ from tests.numerics.training import (
     train_locally,
     train_on_averages,
 )
-from tests.service.grpc_cluster import GrpcCluster, until
+from tests.service.grpc_cluster import GrpcCluster
+from tests.waiting import until
 
 SERVICES = ["pserver.v1.Coordinator", "pserver.v1.Shards"]
 

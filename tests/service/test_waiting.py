@@ -17,8 +17,9 @@ from pserver.errors import DeadlineExceeded, PserverError, RankTaken, ServerUnav
 from pserver.transport.faults import Fault, FaultKind, FaultPlan
 from pserver.transport.gen import coordinator_pb2
 from pserver.types import StepResult
-from tests.service.grpc_cluster import GrpcCluster, set_timeout, until
+from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import WireTrainer, spec
+from tests.waiting import set_timeout, until
 
 #: Of trainers' leases in tests that wait for their end.
 LEASE_S = 2.0

@@ -1,0 +1,27 @@
+"""Waiting in tests: until something holds, and no longer than a session's deadline."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from pserver.client.cluster import Cluster
+
+#: A condition that a test polls for must hold by then, in seconds.
+POLL_S = 10.0
+
+
+def until(condition: Callable[[], bool], what: str | Callable[[], str], *, limit_s: float = POLL_S) -> None:
+    """Polls until a condition holds; `what` says what that would be, also as of the end.
+
+    Raises:
+        AssertionError: it does not within `limit_s`.
+    """
+    give_up = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < give_up, f"not in time: {what if isinstance(what, str) else what()}"
+        time.sleep(0.005)
+
+
+def set_timeout(session: Cluster, timeout_s: float) -> None:
+    """Changes the deadline of a session's later operations, so that registering may take its time."""
+    session.settings = replace(session.settings, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pserver import autograd, errors, optim
     from pserver.client.cluster import Cluster, ClusterStatistics, connect
     from pserver.client.distributed import DistributedModel, distribute
-    from pserver.client.model import ModelStatistics
+    from pserver.client.step_counts import ModelStatistics
     from pserver.core.sync import Async, Bsp, Ssp
     from pserver.types import ClusterStatus, StepResult
 
@@ -38,7 +38,7 @@ _HOMES = {
     "ClusterStatistics": "pserver.client.cluster",
     "ClusterStatus": "pserver.types",
     "DistributedModel": "pserver.client.distributed",
-    "ModelStatistics": "pserver.client.model",
+    "ModelStatistics": "pserver.client.step_counts",
     "Ssp": "pserver.core.sync",
     "StepResult": "pserver.types",
     "connect": "pserver.client.cluster",

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from pserver.client.cluster import Cluster, current_cluster
-from pserver.client.model import ModelStatistics, SharedModel
+from pserver.client.model import SharedModel
 from pserver.client.params import describe, in_groups
+from pserver.client.step_counts import ModelStatistics
 from pserver.core.optimizers import constructor_arguments, numeric_options, optimizer_name
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
@@ -116,7 +117,6 @@ class DistributedOptimizer:
             bucket_bytes=model.bucket_bytes,
         )
         self._model = SharedModel(model.cluster, description)
-        self._model.register()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -1,38 +1,25 @@
-"""A model whose parameters live on servers: registration, pushes, steps and pulls."""
+"""A model whose parameters live on servers: its steps, as a trainer takes them."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Sequence, Set
 
 import torch
 
 from pserver.client.cluster import Cluster
-from pserver.client.fanout import fan_out
-from pserver.client.flattening import FlatBuffers, model_device
-from pserver.client.optimizer_state import TensorStates, check_state, cut_state, join_state, with_present_masters
-from pserver.client.shard_client import Push, ShardClient
-from pserver.core.messages import CommitInfo, ModelSpec
-from pserver.core.optimizer_state import StatePiece
+from pserver.client.description import ModelDescription
+from pserver.client.optimizer_state import TensorStates, check_state, join_state, with_present_masters
+from pserver.client.registration import Registration
+from pserver.client.replica import Replica
+from pserver.client.shard_client import Push
+from pserver.client.shards import Shards
+from pserver.client.step_counts import ModelStatistics, StepCounts
+from pserver.core.messages import CommitInfo
 from pserver.core.optimizers import check_options
 from pserver.core.rules import GradientRules
-from pserver.core.sync import Async, SyncPolicy, policy_arguments
-from pserver.errors import (
-    ERRORS,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    PserverError,
-    ServerErrors,
-    StaleEpoch,
-)
-from pserver.transport.convert import placement_from_proto, push_id_to_proto, spec_to_proto
-from pserver.transport.deadline import Deadline
+from pserver.core.sync import Async
+from pserver.errors import ERRORS, DeadlineExceeded, InvalidRequest, PserverError, ServerErrors
 from pserver.transport.gen import coordinator_pb2 as pb
-from pserver.types import GroupOptions, PushId, StepResult
-from pserver.wire.layout import BUFFERS, STORED, TensorSpec
+from pserver.types import GroupOptions, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -40,54 +27,10 @@ logger = logging.getLogger(__name__)
 ASK_WHO_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """A parameter or buffer to share; `group` is its optimizer group, `STORED` or `BUFFERS`."""
-
-    name: str
-    tensor: torch.Tensor
-    group: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDescription:
-    """What a trainer shares: tensors in the order of registration, and everything that trainers must agree on.
-
-    `optimizer_groups` are constructor arguments for each group, complete with defaults; `bucket_bytes` 0 chooses.
-    """
-
-    name: str
-    tensors: Sequence[NamedTensor]
-    optimizer: str
-    optimizer_groups: Sequence[GroupOptions]
-    sync: SyncPolicy
-    buffers: str
-    bucket_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatistics:
-    """What became of this trainer's steps on one model since it registered.
-
-    Attributes:
-        num_accepted: gradients counted in a round.
-        num_rejected: gradients refused by the sync policy.
-        num_skipped: rounds it was in that stepped nothing.
-        num_nonfinite: NaN and infinite elements in the gradients of its rounds, if the policy makes servers look.
-        num_mixed_pulls: replies in which shards were at different rounds; only Ssp and Async allow it.
-        staleness: how many of its gradients were so many rounds old when they were applied.
-    """
-
-    num_accepted: int
-    num_rejected: int
-    num_skipped: int
-    num_nonfinite: int
-    num_mixed_pulls: int
-    staleness: Mapping[int, int]
-
-
 class SharedModel:
     """One model's tensors on this trainer, and the same on the servers. One thread at a time.
+
+    Making it registers the model: the first trainer's values win and overwrite the tensors of all others.
 
     Args:
         cluster: started session.
@@ -95,68 +38,32 @@ class SharedModel:
 
     Raises:
         UnsupportedModel, UnsupportedOptimizer, InvalidRequest: it cannot be shared.
+        LayoutMismatch: another trainer registered it differently; names the first difference.
+        DeadlineExceeded: it was not ready in time; says what is missing.
     """
 
     def __init__(self, cluster: Cluster, description: ModelDescription) -> None:
         self.name = description.name
-        self.round = 0
         self.last_result: StepResult | None = None
         self._cluster = cluster
-        self._shards: list[ShardClient] = []
-        self._epoch = 0
+        self._sync = description.sync
+        self._counts = StepCounts()
+        self._registration = Registration(cluster, description.sync, self._counts)
         self._step = 0
         self._unsettled: Push | None = None
         self._warned = False
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._num_accepted = self._num_rejected = self._num_skipped = self._num_nonfinite = self._num_mixed = 0
-        self._staleness: Counter[int] = Counter()
-        self._describe(description)
+        self._register(Replica(description, cluster.world_size), {}, replaces=0)
 
-    def _describe(self, description: ModelDescription) -> None:
-        tensors = description.tensors
-        self._spec = ModelSpec(
-            name=description.name,
-            tensors=tuple(
-                TensorSpec(name=each.name, shape=tuple(each.tensor.shape), dtype=each.tensor.dtype, group=each.group)
-                for each in tensors
-            ),
-            bucket_bytes=description.bucket_bytes,
-            optimizer=description.optimizer,
-            optimizer_groups=tuple(description.optimizer_groups),
-            sync_policy=description.sync.name,
-            sync_policy_arguments=policy_arguments(description.sync),
-            world_size=self._cluster.world_size,
-            buffers=description.buffers,
-        )
-        self._layout = self._spec.layout()
-        self._sync = description.sync
-        device = model_device([each.tensor for each in tensors])
-        self._values = FlatBuffers(self._layout, device)
-        self._gradients = FlatBuffers(self._layout, device)
-        self._tensors = {index: each.tensor for index, each in enumerate(tensors)}
-        self._stepped = [index for index, each in enumerate(tensors) if each.group >= 0]
-        self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
-        self._exchanged = {index: each.tensor for index, each in enumerate(tensors) if each.group != STORED}
-
-    # Registration
-
-    def register(self, state: TensorStates | None = None) -> None:
-        """Registers the model; the first trainer's values win and overwrite the tensors of all others.
-
-        Args:
-            state: optimizer state to begin with, if this trainer is the first.
-
-        Raises:
-            LayoutMismatch: another trainer registered it differently; names the first difference.
-            DeadlineExceeded: it was not ready in time; says what is missing.
-        """
-        self._register(state or {}, replaces=0)
+    @property
+    def round(self) -> int:
+        """Round of the values that this trainer holds."""
+        return self._round
 
     def replace(self, description: ModelDescription, state: TensorStates) -> None:
         """Goes on with another description or other values, once every trainer of the model asks for the same.
 
         Rounds and steps count on. Values and optimizer state are those of the lowest rank among the trainers that have
-        the latest values: under `Bsp` all have.
+        the latest values: under `Bsp` all have. If it fails, everything here is as it was.
 
         Args:
             description: of the same name, policy and world size.
@@ -167,115 +74,18 @@ class SharedModel:
             DeadlineExceeded: names who has not asked.
         """
         self._settle(scatter=False)
-        before = vars(self).copy()
-        self._describe(description)
-        try:
-            state = with_present_masters(state, self._tensors)
-            check_state(self._layout, state, self._spec.optimizer, self._spec.optimizer_groups)
-            self._register(state, replaces=self._epoch)
-        except BaseException:
-            # All of it, with the values that the servers were last known to hold.
-            vars(self).update(before)
-            raise
+        replica = Replica(description, self._cluster.world_size)
+        state = with_present_masters(state, replica.tensors)
+        check_state(replica.layout, state, replica.spec.optimizer, replica.spec.optimizer_groups)
+        self._register(replica, state, replaces=self._shards.epoch)
 
-    def _register(self, state: TensorStates, *, replaces: int) -> None:
-        deadline = Deadline(self._cluster.settings.timeout_s)
-        while True:
-            try:
-                self._register_and_pull(state, replaces)
-                return
-            except StaleEpoch:
-                # Others have replaced the model meanwhile.
-                if not deadline.remaining_s():
-                    raise
-
-    def _register_and_pull(self, state: TensorStates, replaces: int) -> None:
-        initialised = False
-        while (reply := self._register_once(initialised, replaces)).initialise:
-            self._shards = self._shard_clients(reply)
-            self._values.gather(self._tensors)
-            pieces = list(cut_state(self._layout, state))
-            with self._cluster.push_ids.one() as push_id:
-                self._cluster.run(self._initialise(push_id, pieces))
-            initialised = True
-        self._shards = self._shard_clients(reply)
-        self._epoch = reply.epoch
-        with self._cluster.push_ids.one() as push_id:
-            request = pb.AttachRequest(push_id=push_id_to_proto(push_id), model=self.name, epoch=reply.epoch)
-            attached = self._cluster.call_coordinator(
-                "Attach", request, pb.AttachReply, what=f"attaching to model {self.name!r}"
-            )
-        self._step = max(self._step, attached.step)
-        self.round = self._cluster.run(self._pull(attached.round, include_all=True))
-        self._scatter_(self._tensors)
-
-    def _register_once(self, initialised: bool, replaces: int) -> pb.RegisterModelReply:
-        timeout_s = self._cluster.settings.timeout_s
-        with self._cluster.push_ids.one() as push_id:
-            request = pb.RegisterModelRequest(
-                push_id=push_id_to_proto(push_id),
-                spec=spec_to_proto(self._spec),
-                wait_s=timeout_s,
-                initialised=initialised,
-                replaces=replaces,
-            )
-            return self._cluster.call_coordinator(
-                "RegisterModel",
-                request,
-                pb.RegisterModelReply,
-                what=f"registering model {self.name!r}",
-                timeout_s=timeout_s + 1.0,
-            )
-
-    def _shard_clients(self, reply: pb.RegisterModelReply) -> list[ShardClient]:
-        return [
-            ShardClient(
-                self._cluster.channel(place.address),
-                place,
-                model=self.name,
-                epoch=reply.epoch,
-                layout=self._layout,
-                traffic=self._cluster.traffic,
-            )
-            for place in placement_from_proto(reply.placement)
-        ]
-
-    async def _initialise(self, push_id: PushId, state: Sequence[tuple[int, StatePiece]]) -> None:
-        await self._on_every_shard(
-            lambda shard, remaining_s: shard.initialise(push_id, self._values, state, remaining_s), "initialising"
-        )
-
-    # Pulls
-
-    async def _pull(self, min_round: int, *, include_all: bool) -> int:
-        """Reads every shard's values; returns their round, the oldest if the policy allows a mix."""
-        deadline = Deadline(self._cluster.settings.timeout_s)
-        rounds: dict[str, int] = {}
-        behind = list(self._shards)
-        while behind:
-            found = await self._on_every_shard(
-                partial(self._pull_shard, min_round=min_round, include_all=include_all), "pulling", behind, deadline
-            )
-            rounds |= {shard.server: each for shard, each in zip(behind, found, strict=True) if each is not None}
-            if self._may_mix(rounds.values()):
-                break
-            min_round = max(rounds.values(), default=min_round)
-            behind = [shard for shard in self._shards if rounds.get(shard.server, min_round) != min_round]
-        return min(rounds.values(), default=min_round)
-
-    async def _pull_shard(
-        self, shard: ShardClient, remaining_s: float, *, min_round: int, include_all: bool
-    ) -> int | None:
-        return await shard.pull(
-            self._cluster.trainer_id, min_round, self._values, include_all=include_all, timeout_s=remaining_s
-        )
-
-    def _may_mix(self, rounds: Collection[int]) -> bool:
-        """Whether values of these rounds may be used together; counts them if they differ."""
-        if not self._sync.mixed_rounds:
-            return False
-        self._num_mixed += len(set(rounds)) > 1
-        return True
+    def _register(self, replica: Replica, state: TensorStates, *, replaces: int) -> None:
+        shards, round_number, last_step = self._registration.register(replica, state, replaces=replaces)
+        self._shards: Shards = shards
+        self._replica: Replica = replica
+        self._round: int = round_number
+        self._step = max(self._step, last_step)
+        replica.scatter_(include_all=True)
 
     def pull_state(self) -> dict[int, dict[str, object]]:
         """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
@@ -286,26 +96,7 @@ class SharedModel:
             ServerUnavailable, DeadlineExceeded, ModelFailed
         """
         self._settle(scatter=False)
-        return join_state(self._layout, self._cluster.run(self._pull_state()))
-
-    async def _pull_state(self) -> list[StatePiece]:
-        deadline = Deadline(self._cluster.settings.timeout_s)
-        min_round = self.round
-        while True:
-            found = await self._on_every_shard(
-                partial(self._pull_shard_state, min_round=min_round), "pulling the optimizer state", None, deadline
-            )
-            rounds = {each for each, _ in found if each is not None}
-            if len(rounds) <= 1 or self._may_mix(rounds):
-                return [piece for _, pieces in found for piece in pieces]
-            min_round = max(rounds)
-
-    async def _pull_shard_state(
-        self, shard: ShardClient, remaining_s: float, *, min_round: int
-    ) -> tuple[int | None, list[StatePiece]]:
-        return await shard.pull_state(self._cluster.trainer_id, min_round, remaining_s)
-
-    # Steps
+        return join_state(self._replica.layout, self._shards.pull_state(self._round))
 
     def push(self, context_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds gradients to a context on every shard, without a commit.
@@ -319,7 +110,7 @@ class SharedModel:
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
             context_id=context_id,
-            absent=self._gather(gradients),
+            absent=self._replica.gather_gradients(gradients),
             with_gradients=True,
             commit=None,
         )
@@ -354,12 +145,12 @@ class SharedModel:
             InvalidRequest: parameters were changed here since the last step.
             ModelFailed, TrainerEnded, ServerUnavailable, ServerErrors
         """
-        self._check_unchanged()
-        base_round = self.round
+        self._replica.check_unchanged()
+        base_round = self._round
         # Here, before anything is sent: what one shard refuses and another takes would never be whole.
-        for group, registered in zip(options, self._spec.optimizer_groups, strict=True):
-            check_options(self._spec.optimizer, group, registered)
-        if rules.clip_value is not None and any(self._tensors[index].is_complex() for index in self._stepped):
+        for group, registered in zip(options, self._replica.spec.optimizer_groups, strict=True):
+            check_options(self._replica.spec.optimizer, group, registered)
+        if rules.clip_value is not None and self._replica.has_complex_parameters:
             raise InvalidRequest("clip_value has no meaning for complex parameters; clip by max_norm")
         if samples == 0 and self._sync.name == Async.name:
             raise InvalidRequest("under Async nobody waits for this trainer: expected samples, or no step at all")
@@ -369,7 +160,7 @@ class SharedModel:
             return self._told(settled)
         absent: Set[int] = frozenset()
         if gradients is not None:
-            absent = self._gather(gradients)
+            absent = self._replica.gather_gradients(gradients)
         self._step += 1
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
@@ -402,10 +193,7 @@ class SharedModel:
             return False
         if push.context_id == context_id or gradients is None or not push.with_gradients:
             return push.context_id == context_id
-        return all(
-            index in push.absent if each is None else self._gradients.holds(index, each)
-            for index, each in zip(self._stepped, gradients, strict=True)
-        )
+        return self._replica.gathered(gradients, push.absent)
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard; one whose step was interrupted is left to that step."""
@@ -415,23 +203,11 @@ class SharedModel:
                 return
             self._forget(push)
         with self._cluster.push_ids.one() as push_id:
-            self._cluster.run(
-                self._on_every_shard(
-                    lambda shard, remaining_s: shard.drop_context(push_id, context_id, remaining_s),
-                    f"freeing context {context_id}",
-                )
-            )
+            self._shards.drop_context(push_id, context_id)
 
     def statistics(self) -> ModelStatistics:
         """What became of this trainer's steps."""
-        return ModelStatistics(
-            num_accepted=self._num_accepted,
-            num_rejected=self._num_rejected,
-            num_skipped=self._num_skipped,
-            num_nonfinite=self._num_nonfinite,
-            num_mixed_pulls=self._num_mixed,
-            staleness=dict(self._staleness),
-        )
+        return self._counts.statistics()
 
     def catch_up(self) -> None:
         """Settles an interrupted step, so that the values here are those of the servers.
@@ -439,7 +215,7 @@ class SharedModel:
         Raises:
             InvalidRequest: parameters were changed here since the last step.
         """
-        self._check_unchanged()
+        self._replica.check_unchanged()
         self._settle()
 
     def _settle(self, *, scatter: bool = True) -> StepResult | None:
@@ -451,9 +227,9 @@ class SharedModel:
 
     def _finish(self, push: Push, *, scatter: bool = True) -> StepResult | None:
         """Sends a push until its outcome is known; None without a commit."""
-        self._values.wait_until_free()
+        self._replica.values.wait_until_free()
         try:
-            sent = self._cluster.run(self._send(push))
+            sent = self._shards.push(push, self._replica.gradients, self._replica.values)
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except InvalidRequest:
@@ -470,11 +246,11 @@ class SharedModel:
             return None
         result, round_number = sent
         if scatter:
-            self._scatter_(self._exchanged)
-            self.round = round_number
+            self._replica.scatter_(include_all=False)
+            self._round = round_number
         self._forget(push)
         assert push.commit is not None
-        self._count(result, push.commit.samples)
+        self._counts.add(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.
         if not self._warned and not self._sync.mixed_rounds and result.options != push.commit.options:
             self._warned = True
@@ -492,73 +268,6 @@ class SharedModel:
         self._cluster.push_ids.settle(push.push_id)
         self._unsettled = None
 
-    async def _send(self, push: Push) -> tuple[StepResult, int] | None:
-        """Sends a push; with a commit, returns what became of the step and the round of the values read."""
-        replies = await self._on_every_shard(
-            lambda shard, remaining_s: shard.push(push, self._gradients, self._values, remaining_s), "stepping"
-        )
-        if push.commit is None:
-            return None
-        results = [result for result, _ in replies]
-        # Compared as text: a norm may be NaN, which equals nothing.
-        if len({repr(result) for result in results}) > 1:
-            raise InternalError(f"model {self.name!r}: shards disagree about a step: {results}")
-        rounds = {results[0].round if each is None else each for _, each in replies}
-        if len(rounds) == 1 or self._may_mix(rounds):
-            return results[0], min(rounds)
-        return results[0], await self._pull(max(rounds), include_all=False)
-
-    async def _on_every_shard(
-        self,
-        call: Callable[[ShardClient, float], Any],
-        doing: str,
-        shards: Sequence[ShardClient] | None = None,
-        deadline: Deadline | None = None,
-    ) -> list[Any]:
-        """Calls shards side by side, each with retries until the deadline."""
-        until = deadline or Deadline(self._cluster.settings.timeout_s)
-
-        async def one(shard: ShardClient) -> Any:
-            what = f"{doing} model {self.name!r}: {shard.where}"
-            return await self._cluster.retry(lambda remaining_s: call(shard, remaining_s), until, what)
-
-        return await fan_out([one(shard) for shard in (self._shards if shards is None else shards)])
-
-    def _gather(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Puts gradients and buffers into the flats; returns the parameters without a gradient."""
-        return self._gradients.gather({**dict(zip(self._stepped, gradients, strict=True)), **self._buffers})
-
-    def _count(self, result: StepResult, samples: int) -> None:
-        counted = result.accepted and samples > 0
-        self._num_accepted += counted
-        self._num_rejected += not result.accepted
-        self._num_skipped += result.accepted and not result.stepped
-        self._num_nonfinite += result.num_nonfinite
-        if counted:
-            self._staleness[result.staleness] += 1
-
-    # The values here and there
-
-    def _scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._values.scatter_(tensors)
-        self._seen = {index: _state_of(self._tensors[index]) for index in self._stepped}
-
-    def _check_unchanged(self) -> None:
-        """Refuses to step if somebody else has written to the parameters: the servers' values would win silently."""
-        for index in self._stepped:
-            parameter = self._tensors[index]
-            self._values.check(index, parameter)
-            if _state_of(parameter) == self._seen.get(index):
-                continue
-            if not self._values.holds(index, parameter):
-                raise InvalidRequest(
-                    f"model {self.name!r}: parameter {self._spec.tensors[index].name!r} was changed on this trainer "
-                    "since the last step (load_state_dict, an in-place operation?), but the servers hold the model. "
-                    "Undo the change, or call broadcast_parameters() on the optimizer of every trainer to make the "
-                    "values of the lowest rank everybody's"
-                )
-            self._seen[index] = _state_of(parameter)
-
     def _explained(self, error: PserverError) -> DeadlineExceeded:
         """The same, with the trainers that the round waits for."""
         try:
@@ -574,8 +283,3 @@ class SharedModel:
                     + (f" and for {model.missing_trainers} trainers to attach" if model.missing_trainers else "")
                 )
         return DeadlineExceeded(str(error))
-
-
-def _state_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """What changes if somebody writes to a parameter or gives it other memory; not if it is written to by `.data`."""
-    return parameter._version, parameter.data_ptr()

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from pserver.client.cluster import Cluster, current_cluster
+from pserver.client.description import ModelDescription
 from pserver.client.grad_scaling import GradScaling
-from pserver.client.model import ModelDescription, ModelStatistics, SharedModel
+from pserver.client.model import SharedModel
 from pserver.client.params import Named, Params, describe, in_groups, unnamed
+from pserver.client.step_counts import ModelStatistics
 from pserver.core.optimizers import STATE_OPTIONS, constructor_arguments, numeric_options, optimizer_name
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
@@ -87,7 +89,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         }
         self._registered: list[dict[str, object]] = []
         self._model = SharedModel(self._cluster, self._describe())
-        self._model.register()
         # Torch warns of schedulers that are stepped before their optimizer; here others may have stepped it already.
         self._opt_called = self._model.round > 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pserver.client.model import ModelDescription, NamedTensor
+from pserver.client.description import ModelDescription, NamedTensor
 from pserver.core.rounds import BUFFER_POLICIES
 from pserver.core.sync import SyncPolicy
 from pserver.errors import InvalidRequest

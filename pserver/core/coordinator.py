@@ -29,9 +29,10 @@ from pserver.core.messages import (
     ShardPlacement,
 )
 from pserver.core.models import Model, ModelState
-from pserver.core.sync import describe_policy
-from pserver.errors import ConfigError, ModelFailed, StaleEpoch, UnknownModel
-from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, TrainerStatus
+from pserver.core.server_table import Server, ServerTable
+from pserver.core.status import cluster_status
+from pserver.errors import ModelFailed, StaleEpoch, UnknownModel
+from pserver.types import ClusterStatus, PushId
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +57,6 @@ class Attachment:
     step: int
 
 
-@dataclass(slots=True, kw_only=True)
-class _Server:
-    name: str
-    address: str
-    incarnation: int
-    heard_s: float
-    linked: bool = True
-    alive: bool = True
-
-
 _Recorded = Registration | Attachment | bool
 
 
@@ -83,10 +74,9 @@ class Coordinator:
     def __init__(
         self, *, trainer_lease_s: float, server_lease_s: float, min_servers: int, first_trainer_id: int, now_s: float
     ) -> None:
-        self.server_lease_s = server_lease_s
         self._min_servers = min_servers
         self._membership = Membership(lease_s=trainer_lease_s, first_id=first_trainer_id)
-        self._servers: dict[str, _Server] = {}
+        self._servers = ServerTable(server_lease_s)
         self._models: dict[str, Model] = {}
         self._epoch = 0
         self._outcomes: DedupTable[_Recorded] = DedupTable()
@@ -109,7 +99,7 @@ class Coordinator:
         """See `Membership.join`."""
         member = self._membership.join(nonce, rank, now_s)
         for server in self._servers:
-            self._tell(server, AdmitTrainer(trainer_id=member.trainer_id))
+            self._tell(server.name, AdmitTrainer(trainer_id=member.trainer_id))
         logger.info("trainer %d joined as rank %d", member.trainer_id, member.rank)
         return member
 
@@ -212,7 +202,7 @@ class Coordinator:
         """What a registration of this model waits for, as text for a user."""
         model = self._models.get(name)
         if model is None:
-            return f"servers: {len(self._alive_servers())} of {self._min_servers} have joined"
+            return f"servers: {len(self._servers.alive)} of {self._min_servers} have joined"
         if model.not_proposed and model.state is ModelState.READY:
             return f"the ranks {model.not_proposed} to change the model in the same way"
         if model.state is ModelState.CREATING:
@@ -221,22 +211,20 @@ class Coordinator:
 
     # Servers
 
+    @property
+    def server_lease_s(self) -> float:
+        """Length of a server's lease."""
+        return self._servers.lease_s
+
     def server_joined(self, name: str, address: str, incarnation: int, now_s: float) -> None:
         """A server opened its link; everything it may have missed is told again.
 
         Raises:
             ConfigError: another living server has the name.
         """
-        known = self._servers.get(name)
-        if known is not None and known.incarnation != incarnation:
-            if known.linked and known.alive:
-                raise ConfigError(
-                    f"a server named {name!r} is linked already, from {known.address}; give each server its own --name"
-                )
-            self._lose(known, "it was restarted")
-        if known is not None and known.incarnation == incarnation and not known.alive:
-            raise ConfigError(f"the lease of server {name!r} has ended and its models have failed; restart it")
-        self._servers[name] = _Server(name=name, address=address, incarnation=incarnation, heard_s=now_s)
+        before = self._servers.join(name, address, incarnation, now_s)
+        if before is not None:
+            self._lost(before, "it was restarted")
         for model in self._models.values():
             self._tell_again(name, model)
         # Last: what the dead have left is freed by it, and rounds that were decided before their end count it.
@@ -244,22 +232,16 @@ class Coordinator:
 
     def server_unlinked(self, name: str, incarnation: int) -> None:
         """A server's link broke; the server counts as alive until its lease ends."""
-        server = self._servers.get(name)
-        if server is not None and server.incarnation == incarnation:
-            server.linked = False
+        self._servers.unlinked(name, incarnation)
 
     def server_heard(self, name: str, now_s: float) -> bool:
         """A message came from a server; False if its lease has ended, and its link should."""
-        server = self._servers.get(name)
-        if server is None or not server.alive:
-            return False
-        server.heard_s = now_s
-        return True
+        return self._servers.heard(name, now_s)
 
     @property
     def lost_servers(self) -> frozenset[str]:
         """Names of servers whose lease has ended."""
-        return frozenset(each.name for each in self._servers.values() if not each.alive)
+        return frozenset(each.name for each in self._servers if not each.alive)
 
     def report(self, server: str, report: Report, now_s: float) -> None:
         """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
@@ -295,51 +277,30 @@ class Coordinator:
         """
         pause_s = now_s - self._looked_s
         self._looked_s = now_s
-        if pause_s > PAUSE_PART_OF_LEASE * min(self.server_lease_s, self.trainer_lease_s):
+        if pause_s > PAUSE_PART_OF_LEASE * min(self._servers.lease_s, self.trainer_lease_s):
             for member in self._membership.members:
                 member.lease_ends_s = min(member.lease_ends_s + pause_s, now_s + self.trainer_lease_s)
-            for server in self._servers.values():
-                server.heard_s = min(server.heard_s + pause_s, now_s)
+            self._servers.extend(pause_s, now_s)
             for model in self._models.values():
                 model.rounds.postpone(pause_s, now_s)
         overdue = self._membership.overdue(now_s)
-        silent = [each for each in self._alive_servers() if now_s - each.heard_s > self.server_lease_s]
+        silent = self._servers.silent(now_s)
         for trainer_id in overdue:
             self._end_trainer(trainer_id, now_s)
         for server in silent:
-            self._lose(server, f"nothing was heard from it for {self.server_lease_s:g} s")
+            self._servers.lose(server)
+            self._lost(server, f"nothing was heard from it for {self._servers.lease_s:g} s")
         decided = [self._advance(model, now_s) for model in self._models.values() if model.rounds.undecided]
         return bool(overdue or silent or any(decided))
 
     def status(self, now_s: float) -> ClusterStatus:
         """What the cluster looks like now."""
-        return ClusterStatus(
-            servers=tuple(
-                ServerStatus(name=each.name, address=each.address, alive=each.alive, silent_s=now_s - each.heard_s)
-                for each in self._servers.values()
-            ),
-            models=tuple(self._model_status(model, now_s) for model in self._models.values()),
-            trainers=tuple(
-                TrainerStatus(
-                    trainer_id=member.trainer_id,
-                    rank=member.rank,
-                    step=max((each.rounds.step_of(member.trainer_id) for each in self._models.values()), default=0),
-                    lease_s=member.lease_ends_s - now_s,
-                    lag_rounds=max(
-                        (each.rounds.lag_of(member.trainer_id) for each in self._models.values()), default=0
-                    ),
-                    sent_bytes=member.sent_bytes,
-                    received_bytes=member.received_bytes,
-                    reported=member.reported,
-                )
-                for member in sorted(self._membership.members, key=lambda each: each.rank)
-            ),
-        )
+        return cluster_status(self._servers, self._models.values(), self._membership.members, now_s)
 
     # Inside
 
     def _create(self, spec: ModelSpec) -> Model | None:
-        if len(self._alive_servers()) < self._min_servers:
+        if len(self._servers.alive) < self._min_servers:
             return None
         model = self._place(spec)
         logger.info("model %s is placed on %s", spec.name, ", ".join(model.servers))
@@ -355,8 +316,7 @@ class Coordinator:
 
     def _place(self, spec: ModelSpec, replaced: Model | None = None) -> Model:
         """Places a model on all living servers, under a new epoch; the shards of the replaced one go first."""
-        alive = sorted(self._alive_servers(), key=lambda each: each.name)
-        model = Model(spec, [(each.name, each.address) for each in alive], self._epoch + 1, replaced)
+        model = Model(spec, [(each.name, each.address) for each in self._servers.alive], self._epoch + 1, replaced)
         self._epoch += 1
         self._models[spec.name] = model
         if replaced is not None:
@@ -399,15 +359,14 @@ class Coordinator:
         logger.info("trainer %d has ended", trainer_id)
         self._outcomes.forget_trainer(trainer_id)
         for server in self._servers:
-            self._tell(server, EndTrainer(trainer_id=trainer_id))
+            self._tell(server.name, EndTrainer(trainer_id=trainer_id))
         for model in self._models.values():
             model.trainer_ended(trainer_id)
             if model.deserted:
                 self._fail(model, "every trainer ended while its description was being changed")
             self._advance(model, now_s)
 
-    def _lose(self, server: _Server, why: str) -> None:
-        server.alive = False
+    def _lost(self, server: Server, why: str) -> None:
         logger.error("server %s at %s was lost: %s", server.name, server.address, why)
         for model in self._models.values():
             if server.name in model.servers and model.state is not ModelState.FAILED:
@@ -435,12 +394,8 @@ class Coordinator:
             self._tell(server, command)
 
     def _tell(self, server: str, command: Command) -> None:
-        known = self._servers.get(server)
-        if known is not None and known.linked and known.alive:
+        if self._servers.hears(server):
             self._commands.append((server, command))
-
-    def _alive_servers(self) -> list[_Server]:
-        return [each for each in self._servers.values() if each.alive]
 
     def _require_model(self, name: str) -> Model:
         model = self._models.get(name)
@@ -452,30 +407,3 @@ class Coordinator:
     def _require_alive(model: Model) -> None:
         if model.state is ModelState.FAILED:
             raise ModelFailed(model.failure)
-
-    @staticmethod
-    def _model_status(model: Model, now_s: float) -> ModelStatus:
-        counts = model.rounds.statistics()
-        return ModelStatus(
-            name=model.spec.name,
-            state=model.state.value,
-            failure=model.failure,
-            sync_policy=describe_policy(model.rounds.policy),
-            optimizer=model.spec.optimizer,
-            round=model.rounds.round,
-            waiting_for_ranks=tuple(model.rounds.waiting_for(now_s)),
-            missing_trainers=model.rounds.missing_trainers,
-            num_accepted=counts.num_accepted,
-            num_rejected=counts.num_rejected,
-            num_skipped=counts.num_skipped,
-            staleness=counts.staleness,
-            shards=tuple(
-                ShardStatus(
-                    server=each.server,
-                    num_bytes=model.shard_bytes[each.server],
-                    round=model.shard_rounds[each.server],
-                    version=model.versions[each.server],
-                )
-                for each in model.placement
-            ),
-        )

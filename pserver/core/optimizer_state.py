@@ -49,7 +49,7 @@ def slice_state(state: State, start: int, stop: int, size: int) -> State:
     }
 
 
-def cut_state(state: State, segment: Segment, origin: int, size: int) -> list[StatePiece]:
+def state_of_segment(state: State, segment: Segment, origin: int, size: int) -> list[StatePiece]:
     """The pieces of one segment of a 1-D unit that starts at `origin` in the bucket; the tensors share memory.
 
     Raises:

@@ -3,7 +3,7 @@
 Nothing here waits, and nothing is thread-safe: the owner runs one call at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,11 @@ from pserver.core.messages import (
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options
-from pserver.core.reduce import count_nonfinite, sum_of_squares, weighted_mean_
-from pserver.core.rules import NonFinite
+from pserver.core.reduce import sum_of_squares
 from pserver.core.staging import Staging
 from pserver.core.stepping import BucketStepper
 from pserver.core.sync import make_policy
+from pserver.core.update import Update
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
@@ -101,6 +101,9 @@ class Shard:
         }
         self._buffer_buckets = frozenset(each.index for each in self.buckets if each.group == BUFFERS)
         self._steppers = {bucket.index: self._stepper(bucket) for bucket in self.trained}
+        self._update = Update(
+            self.layout, self._values, self.trained, self._steppers, self._buffer_buckets, self.spec.buffers
+        )
         self._contexts = ContextTable()
         self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
@@ -308,10 +311,10 @@ class Shard:
         self._check_next(command.plan)
         if self._prepared is None:
             contexts = [self._take(each) for each in command.plan.contributions]
-            nonfinite = self._nonfinite(command.plan, contexts) if command.look_for_nonfinite else ()
-            means = self._means(command.plan, contexts)
+            nonfinite = self._update.nonfinite(command.plan, contexts) if command.look_for_nonfinite else ()
+            means = self._update.means(command.plan, contexts)
             if command.look_for_nonfinite and not nonfinite:
-                nonfinite = tuple(self._count_nonfinite(0, means))
+                nonfinite = tuple(self._update.count_nonfinite(0, means))
             report = Prepared(
                 model=self.spec.name,
                 epoch=self.epoch,
@@ -335,11 +338,11 @@ class Shard:
         prepared, self._prepared = self._prepared, None
         contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
         if decision.divisor and not decision.skip:
-            means = prepared.means if prepared else self._means(decision, contexts)
-            self._step(decision, contexts, means)
+            means = prepared.means if prepared else self._update.means(decision, contexts)
+            self._update.step_(decision, contexts, means)
             self.version += 1
         if decision.divisor:
-            self._take_buffers(decision, contexts)
+            self._update.take_buffers_(decision, contexts)
         self.round = decision.round
         for contribution, context in zip(decision.contributions, contexts, strict=True):
             if context.push_id is not None:
@@ -384,59 +387,6 @@ class Shard:
                 "which this shard does not have"
             )
         return context
-
-    def _nonfinite(self, decision: Decision, contexts: Sequence[GradientContext]) -> tuple[NonFinite, ...]:
-        """What is in the gradients that count: those without weight are in no mean."""
-        found: list[NonFinite] = []
-        for contribution, context in zip(decision.contributions, contexts, strict=True):
-            if contribution.weight:
-                found += self._count_nonfinite(context.trainer_id, context.buckets)
-        return tuple(found)
-
-    def _count_nonfinite(self, trainer_id: int, gradients: Mapping[int, torch.Tensor]) -> Iterator[NonFinite]:
-        for bucket in self.trained:
-            gradient = gradients[bucket.index]
-            for segment in self.layout.segments[bucket.index] if count_nonfinite(gradient) else ():
-                if count := count_nonfinite(gradient[segment.start : segment.stop]):
-                    yield NonFinite(trainer_id=trainer_id, tensor=segment.tensor, count=count)
-
-    def _means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
-        """The mean gradient by bucket; uses up the contexts' gradients."""
-        counted = [
-            (each.weight, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight
-        ]
-        means: dict[int, torch.Tensor] = {}
-        for bucket in self.trained:
-            master = self._values[bucket.index].dtype
-            gradients = [context.buckets.pop(bucket.index).to(master) for _, context in counted]
-            means[bucket.index] = weighted_mean_(gradients, [weight for weight, _ in counted], decision.divisor)
-        return means
-
-    def _step(self, decision: Decision, contexts: Sequence[GradientContext], means: Mapping[int, torch.Tensor]) -> None:
-        counted = [ctx for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
-        absent = frozenset.intersection(*(frozenset(context.absent or ()) for context in counted))
-        for bucket in self.trained:
-            mean = means[bucket.index]
-            if decision.clip_coefficient != 1.0:
-                mean.mul_(decision.clip_coefficient)
-            if decision.clip_value is not None:
-                mean.clamp_(-decision.clip_value, decision.clip_value)
-            self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
-
-    def _take_buffers(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
-        """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""
-        if self.spec.buffers == "local":
-            return
-        counted = [(each, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
-        if self.spec.buffers == "lowest":
-            counted = [(each, ctx) for each, ctx in counted if each.trainer_id == decision.buffers_from]
-        for index in self._buffer_buckets if counted else ():
-            values = self._values[index]
-            if len(counted) > 1 and (values.is_floating_point() or values.is_complex()):
-                offered = [context.buckets.pop(index).to(values.dtype) for _, context in counted]
-                values.copy_(weighted_mean_(offered, [each.weight for each, _ in counted], decision.divisor))
-            else:
-                values.copy_(counted[0][1].buckets[index])
 
     # Everything else
 

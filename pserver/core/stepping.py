@@ -7,10 +7,10 @@ import torch
 from pserver.core.optimizer_state import (
     StatePiece,
     StateReader,
-    cut_state,
     join_states,
     may_join,
     slice_state,
+    state_of_segment,
     whole_state,
 )
 from pserver.core.optimizers import make_optimizer, optimizer_entry
@@ -105,7 +105,7 @@ class BucketStepper:
                 pieces += whole_state(state, unit[0].tensor)
             else:
                 for segment in unit:
-                    pieces += cut_state(state, segment, unit[0].start, param.numel())
+                    pieces += state_of_segment(state, segment, unit[0].start, param.numel())
         return pieces
 
     def load_state_(self, pieces: Iterable[StatePiece]) -> None:

@@ -7,7 +7,8 @@ from pserver.core.optimizer_state import StatePiece
 from pserver.core.staging import Staging
 from pserver.core.state_staging import StateStaging
 from pserver.errors import InvalidRequest, MixedRounds
-from pserver.server.shard_host import HostedShard, ShardHost
+from pserver.server.hosted_shard import HostedShard
+from pserver.server.shard_host import ShardHost
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import (
     commit_from_proto,

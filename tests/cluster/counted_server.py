@@ -13,7 +13,7 @@ from pserver.core.dedup import DedupTable
 from pserver.core.membership import Member
 from pserver.core.models import Model
 from pserver.core.shard import Shard
-from pserver.server.shard_host import HostedShard
+from pserver.server.hosted_shard import HostedShard
 
 COUNTED = (GradientContext, Coordinator, DedupTable, HostedShard, Member, Model, Shard)
 

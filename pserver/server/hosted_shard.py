@@ -1,0 +1,147 @@
+"""One shard on a server: a lock, arithmetic off the event loop, waiting for rounds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from pserver.core.optimizer_state import StatePiece
+from pserver.core.shard import Shard
+from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
+from pserver.server.changed import Changed
+from pserver.transport.deadline import Deadline
+from pserver.types import PushId, StepResult
+from pserver.wire.layout import Bucket
+
+T = TypeVar("T")
+
+#: A shard below this size is worked on where the message arrived: a thread switch would cost more.
+INLINE_BYTES = 256 << 10
+#: What a bucket costs beside its values, roughly: its optimizer's objects.
+BUCKET_BYTES = 4 << 10
+
+
+class HostedShard:
+    """One shard and who waits for it. Belongs to one event loop."""
+
+    def __init__(self, server: str, shard: Shard, arithmetic: ThreadPoolExecutor) -> None:
+        self._server = server
+        self._shard = shard  # guarded by _lock wherever it changes or its values are read
+        self._lock = asyncio.Lock()
+        self._arithmetic = arithmetic
+        self._changed = Changed()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Every bucket of the shard."""
+        return self._shard.buckets
+
+    @property
+    def trained(self) -> Sequence[Bucket]:
+        """Buckets that an optimizer steps."""
+        return self._shard.trained
+
+    @property
+    def exchanged(self) -> Sequence[Bucket]:
+        """Buckets that travel with every step."""
+        return self._shard.exchanged
+
+    @property
+    def mixed_rounds(self) -> bool:
+        """Whether a trainer may read some buckets of one round and some of another."""
+        return self._shard.mixed_rounds
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the shard's placement."""
+        return self._shard.epoch
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of the whole model."""
+        return len(self._shard.layout.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the shard takes before its first step."""
+        return bytes_at_first(self._shard.buckets)
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[Shard]:
+        """The shard, for as long as nobody else may touch it. Quick calls only; see `work` for others."""
+        async with self._lock:
+            yield self._shard
+
+    async def work(self, function: Callable[[Shard], T]) -> T:
+        """Runs a call that may take long, alone on the shard and off the event loop if the shard is large."""
+        async with self._lock:
+            if self._shard.num_bytes < INLINE_BYTES:
+                return function(self._shard)
+            working = asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
+            try:
+                return await asyncio.shield(working)
+            finally:
+                # Whoever waits may be cancelled; the shard is still being worked on, and nobody else may touch it.
+                while not working.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait((working,))
+
+    def wake(self) -> None:
+        """Makes everybody who waits look again."""
+        self._changed.notify()
+
+    async def outcome(self, push_id: PushId, wait_s: float) -> StepResult:
+        """Waits until the round that counts a commit has been applied.
+
+        Raises:
+            DeadlineExceeded: after `wait_s`. ModelFailed: the model cannot go on. TrainerEnded: the lease has ended.
+        """
+        deadline = Deadline(wait_s)
+        while True:
+            async with self._lock:
+                self._check_failed()
+                outcome = self._shard.outcome(push_id)
+            if isinstance(outcome, StepResult):
+                return outcome
+            if outcome is None:
+                raise TrainerEnded(
+                    f"the lease of trainer {push_id.trainer_id} has ended, and what became of its step is forgotten: "
+                    "connect again"
+                )
+            if not await self._changed.wait(deadline.remaining_s()):
+                raise DeadlineExceeded(
+                    f"server {self._server}: the round after {self._shard.round} of model {self._shard.spec.name!r} "
+                    f"was not decided within {wait_s:g} s; `pserver status` names the trainers it waits for"
+                )
+
+    async def reach(self, round_number: int, wait_s: float) -> None:
+        """Waits until the shard has applied a round; raises as `outcome` does."""
+        deadline = Deadline(wait_s)
+        while self._shard.round < round_number or not self._shard.ready:
+            self._check_failed()
+            if not await self._changed.wait(deadline.remaining_s()):
+                raise DeadlineExceeded(
+                    f"server {self._server}: model {self._shard.spec.name!r} did not reach round {round_number} within "
+                    f"{wait_s:g} s; it is at round {self._shard.round}"
+                )
+        self._check_failed()
+
+    async def read(self, bucket: Bucket, copy: Callable[[memoryview], T]) -> tuple[int, T]:
+        """What `copy` makes of a bucket's bytes, and the round they are of. No round is applied meanwhile."""
+        async with self._lock:
+            return self._shard.round, copy(self._shard.read(bucket.index))
+
+    async def read_state(self, bucket: Bucket, copy: Callable[[list[StatePiece]], T]) -> tuple[int, T]:
+        """What `copy` makes of a bucket's optimizer state, and the round it is of."""
+        async with self._lock:
+            return self._shard.round, copy(self._shard.state_pieces(bucket.index))
+
+    def _check_failed(self) -> None:
+        if self._shard.failure is not None:
+            raise ModelFailed(self._shard.failure)
+
+
+def bytes_at_first(buckets: Sequence[Bucket]) -> int:
+    """Bytes that a shard of these buckets takes before its first step."""
+    return sum(bucket.num_master_bytes + BUCKET_BYTES for bucket in buckets)

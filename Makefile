@@ -22,8 +22,8 @@ demo: venv  ## trains a CNN on MNIST with 2 servers and 2 trainers; results in r
 demo-policies: venv  ## MNIST under each sync policy with one slow trainer; picture and table in runs/policies
 	$(BIN)/python workers/compare_policies.py --out runs/policies
 
-test: venv  ## the default suite
-	$(BIN)/python -m pytest
+test: venv  ## the default suite, a file at a time in each of two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: venv  ## the default suite and what is slow
 	$(BIN)/python -m pytest -m 'not gpu'

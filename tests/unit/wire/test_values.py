@@ -85,7 +85,9 @@ def test_a_slice_sends_its_own_elements_only_and_not_its_storage():
 
 
 @pytest.mark.parametrize(
-    "value", [{1, 2}, object(), range(3), 1 << 64, "\ud800", torch.float32, {"deep": [(object(),)]}], ids=repr
+    "value",
+    [{1, 2}, object(), range(3), 1 << 64, "\ud800", torch.float32, {"deep": [(object(),)]}],
+    ids=["set", "object", "range", "too large an integer", "half a surrogate pair", "dtype", "object inside"],
 )
 def test_what_cannot_travel_is_refused(value):
     with pytest.raises(InvalidRequest, match="cannot travel"):

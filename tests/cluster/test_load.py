@@ -184,24 +184,16 @@ def seconds(call: Callable[[], object]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("processes", "sessions"), [(16, 4)])
-def test_trainers_in_many_processes(start: Start, processes: int, sessions: int) -> None:
-    """Processes of several trainers each: 64 processes that import torch would need 15 GB."""
+def test_64_trainers_in_processes_of_their_own_have_200_contexts_open_each(start: Start) -> None:
     server = start(CountedServer, *SERVE)
-    script = str(Path(__file__).with_name("several_trainers.py"))
-    name = f"processes-{processes}"
-    children = [
-        start(
-            Child,
-            f"trainers-{number}",
-            [sys.executable, script, server.address(), name, str(number * sessions), str(sessions)],
-            PSERVER_WORLD_SIZE=str(processes * sessions),
-            PSERVER_TIMEOUT_S="300",
-        )
-        for number in range(processes)
-    ]
-    mean = sum(range(processes * sessions)) / (processes * sessions)
-    for child in children:
-        assert child.wait(500.0) == 0
-        assert child.stdout == [f"{-mean * NUM_ROUNDS} [{processes * sessions}]"] * sessions
-    assert server.counts()["Member"] == 0
+    script = str(Path(__file__).with_name("trainer_processes.py"))
+    child = start(
+        Child,
+        "trainers",
+        [sys.executable, script, server.address(), "processes", str(NUM_TRAINERS), "200"],
+        PSERVER_TIMEOUT_S="300",
+    )
+    assert child.wait(500.0) == 0
+    mean = sum(range(NUM_TRAINERS)) / NUM_TRAINERS
+    assert child.stdout == [f"{-mean * NUM_ROUNDS} [{NUM_TRAINERS}]"] * NUM_TRAINERS
+    server.counts_with(Member=0, GradientContext=0)

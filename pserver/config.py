@@ -9,6 +9,9 @@ from pserver.errors import ConfigError
 
 T = TypeVar("T", int, float, str)
 
+#: How tensors travel: through shared memory where there is some, else in messages; only the one; only the other.
+TRANSPORTS = ("auto", "shm", "grpc")
+
 
 def _resolve(
     kind: type[T], argument: T | None, variable: str, environ: Mapping[str, str], default: T | None
@@ -55,6 +58,7 @@ class TrainerSettings:
     rank: int
     world_size: int
     timeout_s: float
+    transport: str = "auto"
 
     @classmethod
     def resolve(
@@ -64,9 +68,11 @@ class TrainerSettings:
         rank: int | None = None,
         world_size: int | None = None,
         timeout_s: float | None = None,
+        transport: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> "TrainerSettings":
-        """Arguments first, then PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE and PSERVER_TIMEOUT_S, then defaults.
+        """Arguments first, then PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE, PSERVER_TIMEOUT_S and
+        PSERVER_TRANSPORT, then defaults.
 
         Raises:
             ConfigError: no address anywhere, or a value that cannot be used.
@@ -88,7 +94,10 @@ class TrainerSettings:
             raise ConfigError(f"world_size must be at least 1 and above rank, but is {world_size} with rank {rank}")
         if timeout_s is None or not 0 < timeout_s < float("inf"):
             raise ConfigError(f"timeout_s must be a positive, finite number of seconds, but is {timeout_s}")
-        return cls(address=found, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        transport = _resolve(str, transport, "PSERVER_TRANSPORT", environ, TRANSPORTS[0])
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"transport must be one of {list(TRANSPORTS)}, but is {transport!r}")
+        return cls(address=found, rank=rank, world_size=world_size, timeout_s=timeout_s, transport=transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +105,7 @@ class ServerSettings:
     """How one server runs.
 
     `join` is the coordinator's address; None: this server hosts the coordinator. `min_servers` is how many servers the
-    coordinator waits for before it places a model.
+    coordinator waits for before it places a model. `shared_memory`: whether trainers on this machine may use it.
     """
 
     name: str
@@ -107,6 +116,7 @@ class ServerSettings:
     trainer_lease_s: float = 10.0
     server_lease_s: float = 5.0
     drain_s: float = 10.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if not self.name:

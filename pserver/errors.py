@@ -19,6 +19,7 @@ cross the wire by class name and message, so the name of each class here is part
     |-- MixedRounds                values were read while a round was applied (may be retried)
     |-- ServerUnavailable          a server could not be reached (may be retried)
     |-- DeadlineExceeded           a wait ended before what it waited for
+    |-- SharedMemoryUnavailable    memory cannot be shared here; trainers fall back to streams
     |-- ModelFailed                the model has lost a shard or could not apply a round
     |-- RoundFailed                a round's deadline passed and its policy says to fail; training may go on
     |-- NonFiniteGradient          a gradient has NaN or infinite elements and the policy says to raise
@@ -131,6 +132,12 @@ class DeadlineExceeded(PserverError, TimeoutError):
     """A wait ended before what it waited for."""
 
     status = "DEADLINE_EXCEEDED"
+
+
+class SharedMemoryUnavailable(PserverError):
+    """Memory cannot be shared here: another machine, user or /dev/shm, not enough of it, or switched off."""
+
+    status = "FAILED_PRECONDITION"
 
 
 class ModelFailed(PserverError):

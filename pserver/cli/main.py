@@ -59,6 +59,9 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(help="Seconds that a shutdown by SIGTERM waits for work under way.")
     ] = _DEFAULT.drain_s,
+    shared_memory: Annotated[
+        bool, typer.Option(help="Let trainers on this machine read and write /dev/shm instead of sending messages.")
+    ] = _DEFAULT.shared_memory,
     imports: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,6 +94,7 @@ def serve(
         trainer_lease_s=trainer_lease_s,
         server_lease_s=server_lease_s,
         drain_s=drain_s,
+        shared_memory=shared_memory,
     )
     logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
     _import_all(imports or ())

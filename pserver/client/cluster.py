@@ -319,22 +319,27 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     timeout_s: float | None = None,
+    transport: str | None = None,
 ) -> Cluster:
     """A session with the cluster whose coordinator is at `address`; use it in a `with` block.
 
-    Arguments that are None come from PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE and PSERVER_TIMEOUT_S
-    (`pserver launch` sets them), then from defaults.
+    Arguments that are None come from PSERVER_ADDRESS, PSERVER_RANK, PSERVER_WORLD_SIZE, PSERVER_TIMEOUT_S
+    (`pserver launch` sets these) and PSERVER_TRANSPORT, then from defaults.
 
     Args:
         address: "host:port" of the coordinator.
         rank: this trainer's rank, below `world_size`; by default the coordinator chooses.
         world_size: number of trainers that the first round waits for; default 1.
         timeout_s: deadline of every operation, in seconds; default 60.
+        transport: how tensors travel to servers on this machine: "shm" through shared memory, "grpc" in messages;
+            "auto", the default, uses memory where it can and says in the log where it cannot.
 
     Raises:
         ConfigError: no address, or a value that cannot be used.
     """
-    return Cluster(TrainerSettings.resolve(address, rank=rank, world_size=world_size, timeout_s=timeout_s))
+    return Cluster(
+        TrainerSettings.resolve(address, rank=rank, world_size=world_size, timeout_s=timeout_s, transport=transport)
+    )
 
 
 def current_cluster() -> Cluster:

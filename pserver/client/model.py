@@ -85,7 +85,6 @@ class SharedModel:
         self._replica: Replica = replica
         self._round: int = round_number
         self._step = max(self._step, last_step)
-        replica.scatter_(include_all=True)
 
     def pull_state(self) -> dict[int, dict[str, object]]:
         """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
@@ -110,7 +109,7 @@ class SharedModel:
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
             context_id=context_id,
-            absent=self._replica.gather_gradients(gradients),
+            absent=self._gather(gradients),
             with_gradients=True,
             commit=None,
         )
@@ -145,7 +144,7 @@ class SharedModel:
             InvalidRequest: parameters were changed here since the last step.
             ModelFailed, TrainerEnded, ServerUnavailable, ServerErrors
         """
-        self._replica.check_unchanged()
+        self._replica.check_unchanged(self._shards.holds)
         base_round = self._round
         # Here, before anything is sent: what one shard refuses and another takes would never be whole.
         for group, registered in zip(options, self._replica.spec.optimizer_groups, strict=True):
@@ -160,7 +159,7 @@ class SharedModel:
             return self._told(settled)
         absent: Set[int] = frozenset()
         if gradients is not None:
-            absent = self._replica.gather_gradients(gradients)
+            absent = self._gather(gradients)
         self._step += 1
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
@@ -193,7 +192,16 @@ class SharedModel:
             return False
         if push.context_id == context_id or gradients is None or not push.with_gradients:
             return push.context_id == context_id
-        return self._replica.gathered(gradients, push.absent)
+        return all(
+            index in push.absent if each is None else self._shards.gathered(index, each)
+            for index, each in self._replica.by_index(gradients).items()
+        )
+
+    def _gather(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Makes gradients and buffers ready to be sent; returns the parameters without a gradient."""
+        tensors = self._replica.to_send(gradients)
+        self._shards.gather(tensors)
+        return frozenset(index for index, tensor in tensors.items() if tensor is None)
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard; one whose step was interrupted is left to that step."""
@@ -215,7 +223,7 @@ class SharedModel:
         Raises:
             InvalidRequest: parameters were changed here since the last step.
         """
-        self._replica.check_unchanged()
+        self._replica.check_unchanged(self._shards.holds)
         self._settle()
 
     def _settle(self, *, scatter: bool = True) -> StepResult | None:
@@ -227,9 +235,12 @@ class SharedModel:
 
     def _finish(self, push: Push, *, scatter: bool = True) -> StepResult | None:
         """Sends a push until its outcome is known; None without a commit."""
-        self._replica.values.wait_until_free()
+        round_number = self._round
         try:
-            sent = self._shards.push(push, self._replica.gradients, self._replica.values)
+            result = self._shards.push(push)
+            if result is not None and scatter:
+                self._replica.writing()
+                round_number = self._shards.read_(self._replica.exchanged)
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except InvalidRequest:
@@ -241,14 +252,12 @@ class SharedModel:
             if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
                 raise
             raise self._explained(error) from error
-        if sent is None:
-            self._forget(push)
-            return None
-        result, round_number = sent
-        if scatter:
-            self._replica.scatter_(include_all=False)
-            self._round = round_number
         self._forget(push)
+        if result is None:
+            return None
+        if scatter:
+            self._replica.written()
+            self._round = round_number
         assert push.commit is not None
         self._counts.add(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.

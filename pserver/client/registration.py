@@ -27,7 +27,7 @@ class Registration:
         self._counts = counts
 
     def register(self, replica: Replica, state: TensorStates, *, replaces: int) -> tuple[Shards, int, int]:
-        """Registers, attaches and fills the replica's flats of values; its tensors stay as they are.
+        """Registers, attaches and writes the model's values into the replica's tensors.
 
         Args:
             replica: whose values count if this trainer is the first.
@@ -53,10 +53,9 @@ class Registration:
     def _register(self, replica: Replica, state: TensorStates, replaces: int) -> tuple[Shards, int, int]:
         initialised = False
         while (reply := self._ask(replica, initialised, replaces)).initialise:
-            replica.gather_values()
             pieces = list(cut_state(replica.layout, state))
             with self._cluster.push_ids.one() as push_id:
-                self._shards(replica, reply).initialise(push_id, replica.values, pieces)
+                self._shards(replica, reply).initialise(push_id, replica.tensors, pieces)
             initialised = True
         shards = self._shards(replica, reply)
         with self._cluster.push_ids.one() as push_id:
@@ -66,7 +65,11 @@ class Registration:
                 pb.AttachReply,
                 what=f"attaching to model {replica.spec.name!r}",
             )
-        return shards, shards.pull(attached.round, replica.values), attached.step
+        shards.share_memory()
+        replica.writing()
+        round_number = shards.pull_(attached.round, replica.tensors)
+        replica.written()
+        return shards, round_number, attached.step
 
     def _ask(self, replica: Replica, initialised: bool, replaces: int) -> pb.RegisterModelReply:
         timeout_s = self._cluster.settings.timeout_s
@@ -91,6 +94,7 @@ class Registration:
             self._cluster,
             model=replica.spec.name,
             layout=replica.layout,
+            device=replica.device,
             placement=placement_from_proto(reply.placement),
             epoch=reply.epoch,
             mixed_rounds=self._sync.mixed_rounds,

@@ -1,26 +1,25 @@
-"""A model's tensors on this trainer, and the flats in which they travel."""
+"""A model's tensors on this trainer."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
 from pserver.client.description import ModelDescription
-from pserver.client.flattening import FlatBuffers, model_device
 from pserver.core.messages import ModelSpec
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import BUFFERS, STORED, Layout
 
 
 class Replica:
-    """The tensors as described, and flats for what is sent and what is received.
+    """The tensors as described: which of them travel when, and whether they are still as they were.
 
     Args:
         description: of the model.
         world_size: trainers that its first round waits for.
 
     Attributes:
-        values: flats that the servers' values are read into.
-        gradients: flats that gradients and buffers are sent from.
+        tensors: all of them, by index in the layout.
+        exchanged: those that travel with every step.
 
     Not thread-safe.
     """
@@ -29,59 +28,60 @@ class Replica:
         self.spec: ModelSpec = description.spec(world_size)
         self.layout: Layout = self.spec.layout()
         tensors = description.tensors
-        device = model_device([each.tensor for each in tensors])
-        self.values = FlatBuffers(self.layout, device)
-        self.gradients = FlatBuffers(self.layout, device)
+        self.device = model_device([each.tensor for each in tensors])
         self.tensors = {index: each.tensor for index, each in enumerate(tensors)}
+        self.exchanged = {index: each.tensor for index, each in enumerate(tensors) if each.group != STORED}
         self._stepped = [index for index, each in enumerate(tensors) if each.group >= 0]
         self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
-        self._exchanged = {index: each.tensor for index, each in enumerate(tensors) if each.group != STORED}
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[int, int]] | None = None  # None while the parameters are being written
 
     @property
     def has_complex_parameters(self) -> bool:
         """Whether any parameter that is stepped is complex."""
         return any(self.tensors[index].is_complex() for index in self._stepped)
 
-    def gather_values(self) -> None:
-        """Puts every tensor into the flats of values."""
-        self.values.gather(self.tensors)
-
-    def gather_gradients(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Puts gradients and the buffers of now into their flats.
+    def to_send(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """Gradients and the buffers of now, by index.
 
         Args:
-            gradients: one for each parameter that is stepped, in order of registration; None is sent as zeros.
+            gradients: one for each parameter that is stepped, in order of registration.
 
-        Returns:
-            Indices of the parameters without a gradient.
+        Raises:
+            InvalidRequest: one of another shape, dtype, device or memory format than was registered.
         """
-        return self.gradients.gather({**dict(zip(self._stepped, gradients, strict=True)), **self._buffers})
+        found = self.by_index(gradients) | self._buffers
+        for index, tensor in found.items():
+            if tensor is not None:
+                self._check(index, tensor)
+        return found
 
-    def gathered(self, gradients: Sequence[torch.Tensor | None], absent: Set[int]) -> bool:
-        """Whether the flats hold these gradients, bit for bit where they are numbers, and these are absent."""
-        return all(
-            index in absent if each is None else self.gradients.holds(index, each)
-            for index, each in zip(self._stepped, gradients, strict=True)
-        )
+    def by_index(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """The gradients by index of their parameters."""
+        return dict(zip(self._stepped, gradients, strict=True))
 
-    def scatter_(self, *, include_all: bool) -> None:
-        """Writes the values received into the tensors: into all, or into those that travel with every step."""
-        self.values.scatter_(self.tensors if include_all else self._exchanged)
+    def writing(self) -> None:
+        """The parameters are about to be given the servers' values; if that is interrupted, they hold anything."""
+        self._seen = None
+
+    def written(self) -> None:
+        """The parameters have been given the servers' values."""
         self._seen = {index: _state_of(self.tensors[index]) for index in self._stepped}
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, holds: Callable[[int, torch.Tensor], bool]) -> None:
         """Refuses to go on if somebody else has written to the parameters: the servers' values would win silently.
+
+        Args:
+            holds: whether a parameter has the values that it was given, by index; asked only if it was touched.
 
         Raises:
             InvalidRequest: naming the first parameter that was changed, or one that is not as it was registered.
         """
         for index in self._stepped:
             parameter = self.tensors[index]
-            self.values.check(index, parameter)
-            if _state_of(parameter) == self._seen.get(index):
+            self._check(index, parameter)
+            if self._seen is None or _state_of(parameter) == self._seen[index]:
                 continue
-            if not self.values.holds(index, parameter):
+            if not holds(index, parameter):
                 name = self.spec.tensors[index].name
                 raise InvalidRequest(
                     f"model {self.spec.name!r}: parameter {name!r} was changed on this trainer since the last step "
@@ -90,6 +90,33 @@ class Replica:
                     "lowest rank everybody's"
                 )
             self._seen[index] = _state_of(parameter)
+
+    def _check(self, index: int, tensor: torch.Tensor) -> None:
+        spec = self.spec.tensors[index]
+        if tensor.layout is not torch.strided:
+            raise InvalidRequest(
+                f"the gradient of {spec.name!r} is {tensor.layout}; only dense ones can be pushed: use sparse=False"
+            )
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.device != self.device:
+            raise InvalidRequest(
+                f"{spec.name!r} was registered as {list(spec.shape)} {spec.dtype} on {self.device}, but is now "
+                f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}; a model must not change after registration"
+            )
+
+
+def model_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The one device that all tensors of a model are on.
+
+    Raises:
+        InvalidRequest: several, or one that is neither a CPU nor a CUDA device.
+    """
+    devices: Set[torch.device] = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise InvalidRequest(f"a model must be on one device, but its tensors are on {sorted(map(str, devices))}")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidRequest(f"a model must be on a CPU or CUDA device, but is on {device}")
+    return device
 
 
 def _state_of(parameter: torch.Tensor) -> tuple[int, int]:

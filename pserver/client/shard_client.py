@@ -3,15 +3,18 @@
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from google.protobuf.message import Message
 
-from pserver.client.flattening import FlatBuffers
+from pserver.client.mapped_shard import MappedShard
+from pserver.client.region import Region
 from pserver.core.messages import CommitInfo, ShardPlacement
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.state_staging import StateStaging
-from pserver.errors import InternalError
-from pserver.transport.channel import Channel, one
+from pserver.errors import InternalError, SharedMemoryUnavailable
+from pserver.transport.channel import Channel, one, unary
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import (
     commit_to_proto,
@@ -25,9 +28,13 @@ from pserver.transport.methods import SHARDS
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
+from pserver.wire.shared_buckets import BucketOffsets
+from pserver.wire.shm import map_segment
 
 #: The server gives up first, because it knows more; the transport follows after this time.
 TRANSPORT_SLACK_S = 1.0
+#: A push of up to so many bytes goes, and its parameters come, in one message: a stream costs more than two of them.
+SMALL_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -57,6 +64,7 @@ class ShardClient:
         channel: to the shard's server.
         placement: what the shard owns.
         model, epoch, layout: what the messages are for.
+        device: where the model's tensors are.
         traffic: counts bytes.
     """
 
@@ -68,23 +76,88 @@ class ShardClient:
         model: str,
         epoch: int,
         layout: Layout,
+        device: torch.device,
         traffic: Traffic,
     ) -> None:
         self._channel = channel
         self.server = placement.server
         self._address = pb.ShardAddress(model=model, epoch=epoch, fingerprint=layout.fingerprint)
+        self._layout = layout
+        self._device = device
         self._buckets = layout.part(placement.runs)
         self._exchanged = [bucket for bucket in self._buckets if bucket.group != STORED]
+        self._exchanged_bytes = sum(bucket.num_bytes for bucket in self._exchanged)
         self._owned = frozenset(bucket.index for bucket in self._buckets)
         self._traffic = traffic
+        self._mapped: MappedShard | None = None
 
     @property
     def where(self) -> str:
         """The server, for messages."""
         return f"server {self.server} at {self._channel.address}"
 
+    # Memory
+
+    @property
+    def mapped(self) -> "MappedShard | None":
+        """The shard's shared memory; None: everything comes and goes in messages."""
+        return self._mapped
+
+    @cached_property
+    def outgoing(self) -> Region:
+        """What pushes are sent from: the mailbox, or memory of this process."""
+        if self._mapped is not None:
+            return self._mapped.outgoing
+        return Region(self._layout, BucketOffsets(self._exchanged), self._device)
+
+    @cached_property
+    def incoming(self) -> Region:
+        """Memory of this process that messages are written into; made when it is first needed."""
+        return Region(self._layout, BucketOffsets(self._buckets), self._device)
+
+    def forget_incoming(self) -> None:
+        """Frees `incoming`, which is needed seldom where values are read from shared memory."""
+        self.__dict__.pop("incoming", None)
+
+    def holds(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether the values here of a tensor are its own: those read last, or those of the server now."""
+        return (self.incoming if self._mapped is None else self._mapped.incoming).holds(index, tensor)
+
+    async def find_memory(self, timeout_s: float) -> memoryview:
+        """The nonce that proves that the server is on this machine.
+
+        Raises:
+            SharedMemoryUnavailable: it is not, or shares nothing; says why.
+        """
+        reply = await unary(
+            self._channel, SHARDS["FindMemory"], pb.FindMemoryRequest(), pb.FindMemoryReply, timeout_s=timeout_s
+        )
+        if not reply.segment:
+            raise SharedMemoryUnavailable(reply.reason)
+        return map_segment(reply.segment, writable=False)
+
+    async def open_memory(self, trainer_id: int, nonce: bytes, timeout_s: float) -> None:
+        """Maps the shard's values and this trainer's mailbox, to be used from now on.
+
+        Raises:
+            SharedMemoryUnavailable: the server or this process lacks memory for it.
+        """
+        request = pb.OpenMemoryRequest(shard=self._address, trainer_id=trainer_id, nonce=nonce)
+        reply = await unary(self._channel, SHARDS["OpenMemory"], request, pb.OpenMemoryReply, timeout_s=timeout_s)
+        self._mapped = MappedShard(
+            self._layout,
+            self._buckets,
+            self._exchanged,
+            self._device,
+            values=map_segment(reply.values, writable=False),
+            mailbox=map_segment(reply.mailbox, writable=True),
+            epoch=self._address.epoch,
+        )
+
+    # Calls
+
     async def initialise(
-        self, push_id: PushId, values: FlatBuffers, state: Sequence[tuple[int, StatePiece]], timeout_s: float
+        self, push_id: PushId, values: Region, state: Sequence[tuple[int, StatePiece]], timeout_s: float
     ) -> None:
         """Sends every value of the shard, and what there is of its optimizer state."""
 
@@ -98,10 +171,12 @@ class ShardClient:
         async for _ in self._channel.call(SHARDS["Initialise"], requests(), timeout_s=timeout_s):
             pass
 
-    async def pull(
-        self, trainer_id: int, min_round: int, into: FlatBuffers, *, include_all: bool, timeout_s: float
-    ) -> int | None:
-        """Reads the shard's values once it has reached `min_round`; returns their round (None: there are none)."""
+    async def pull(self, trainer_id: int, min_round: int, *, include_all: bool, timeout_s: float) -> int | None:
+        """Reads the shard's values into `incoming`, once it has reached `min_round`.
+
+        Returns:
+            Their round; None: there are none.
+        """
         request = pb.PullRequest(
             shard=self._address,
             trainer_id=trainer_id,
@@ -110,7 +185,7 @@ class ShardClient:
             wait_s=timeout_s,
         )
         buckets = self._buckets if include_all else self._exchanged
-        receiver = _Receiver(self.where, buckets, into)
+        receiver = _Receiver(self.where, buckets, self.incoming)
         call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
@@ -135,40 +210,62 @@ class ShardClient:
                     self._traffic.received_bytes += len(chunk.data)
         return round_number, [piece for pieces in staging.complete().values() for piece in pieces]
 
-    async def push(
-        self, push: Push, gradients: FlatBuffers, into: FlatBuffers, timeout_s: float
-    ) -> tuple[StepResult, int | None] | None:
-        """Sends gradients; with a commit, waits for the round and reads the new parameters.
+    async def push(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
+        """Sends what `outgoing` holds; with a commit, waits for the round, and reads new parameters into `incoming`.
+
+        Shards whose memory is shared send and read nothing: the parameters lie in it.
 
         Returns:
-            What became of the step and the round of the values read (None: the shard has none); None without a commit.
+            What became of the step, and the round of the values read (None: none were); None without a commit.
         """
+        self.outgoing.wait_until_free()
+        if self._mapped is not None:
+            return await self._push_once(push, timeout_s, in_memory=push.with_gradients, without_values=True)
+        if self._exchanged_bytes <= SMALL_BYTES:
+            return await self._push_once(push, timeout_s, in_memory=False, without_values=False)
+        return await self._push_stream(push, timeout_s)
 
+    async def _push_once(
+        self, push: Push, timeout_s: float, *, in_memory: bool, without_values: bool
+    ) -> tuple[StepResult, int | None] | None:
+        request = self._step_request(push)
+        request.in_memory, request.without_values = in_memory, without_values
+        if in_memory:
+            self._traffic.sent_bytes += self._exchanged_bytes
+        elif push.with_gradients:
+            for chunks in self._pack(self._exchanged, self.outgoing):
+                request.chunks.extend(chunks)
+        _commit(request, push, timeout_s)
+        reply = await unary(
+            self._channel, SHARDS["StepOnce"], request, pb.StepReply, timeout_s=timeout_s + TRANSPORT_SLACK_S
+        )
+        if push.commit is None:
+            return None
+        if without_values:
+            return self._result(reply), None
+        receiver = _Receiver(self.where, self._exchanged, self.incoming)
+        self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
+        return self._result(reply), receiver.finish()
+
+    async def _push_stream(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
         async def requests() -> AsyncIterator[Message]:
-            packer = self._pack(self._exchanged, gradients) if push.with_gradients else iter(())
-            held = pb.StepRequest(
-                shard=self._address,
-                push_id=push_id_to_proto(push.push_id),
-                context_id=push.context_id,
-                absent_tensors=sorted(push.absent),
-                chunks=next(packer, []),
-            )
+            packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
+            held = self._step_request(push)
+            held.chunks.extend(next(packer, []))
             for chunks in packer:
                 yield held
                 held = pb.StepRequest(chunks=chunks)
-            if push.commit is not None:
-                held.commit.CopyFrom(commit_to_proto(push.commit))
-                held.wait_s = timeout_s
+            _commit(held, push, timeout_s)
             yield held
 
-        receiver = _Receiver(self.where, self._exchanged, into)
+        receiver = _Receiver(self.where, self._exchanged, self.incoming)
         result: StepResult | None = None
         call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
                 assert isinstance(reply, pb.StepReply)
-                if reply.HasField("outcome"):
-                    result = outcome_from_proto(reply.outcome)
+                if result is None:
+                    result = self._result(reply)
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
         if push.commit is None:
             return None
@@ -176,13 +273,26 @@ class ShardClient:
             raise InternalError(f"{self.where} ended a step without an outcome")
         return result, receiver.finish()
 
+    def _step_request(self, push: Push) -> pb.StepRequest:
+        return pb.StepRequest(
+            shard=self._address,
+            push_id=push_id_to_proto(push.push_id),
+            context_id=push.context_id,
+            absent_tensors=sorted(push.absent),
+        )
+
+    def _result(self, reply: pb.StepReply) -> StepResult:
+        if not reply.HasField("outcome"):
+            raise InternalError(f"{self.where} answered a step without an outcome")
+        return outcome_from_proto(reply.outcome)
+
     async def drop_context(self, push_id: PushId, context_id: int, timeout_s: float) -> None:
         """Frees a context that will not be committed."""
         request = pb.DropContextRequest(shard=self._address, push_id=push_id_to_proto(push_id), context_id=context_id)
         async for _ in self._channel.call(SHARDS["DropContext"], one(request), timeout_s=timeout_s):
             pass
 
-    def _pack(self, buckets: Iterable[Bucket], source: FlatBuffers) -> Iterator[list[Chunk]]:
+    def _pack(self, buckets: Iterable[Bucket], source: Region) -> Iterator[list[Chunk]]:
         packer = ChunkPacker()
         for bucket in buckets:
             self._traffic.sent_bytes += bucket.num_bytes
@@ -191,10 +301,16 @@ class ShardClient:
             yield rest
 
 
+def _commit(request: pb.StepRequest, push: Push, timeout_s: float) -> None:
+    if push.commit is not None:
+        request.commit.CopyFrom(commit_to_proto(push.commit))
+        request.wait_s = timeout_s
+
+
 class _Receiver:
     """Writes chunks into host buffers and checks that every byte came, once and of one round."""
 
-    def __init__(self, where: str, buckets: Iterable[Bucket], into: FlatBuffers) -> None:
+    def __init__(self, where: str, buckets: Iterable[Bucket], into: Region) -> None:
         self._where = where
         self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets}
         self._received = dict.fromkeys(self._targets, 0)

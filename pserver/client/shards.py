@@ -1,35 +1,42 @@
 """All shards of one model, as a trainer reaches them: the same call to each, side by side."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
-from pserver.client.flattening import FlatBuffers
+from pserver.client.region import Region
 from pserver.client.shard_client import Push, ShardClient
 from pserver.client.step_counts import StepCounts
 from pserver.core.messages import ShardPlacement
 from pserver.core.optimizer_state import StatePiece
-from pserver.errors import InternalError
+from pserver.errors import DeadlineExceeded, InternalError, SharedMemoryUnavailable
 from pserver.transport.deadline import Deadline
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Layout
+from pserver.wire.shared_buckets import BucketOffsets
+
+logger = logging.getLogger(__name__)
 
 
 class Shards:
-    """The shards of one placement. Calls block, with retries, until the session's deadline; one thread at a time.
+    """The shards of one placement, and what tensors look like there. One thread at a time.
+
+    Calls block, with retries, until the session's deadline. All of them may raise ServerUnavailable, DeadlineExceeded,
+    ModelFailed, StaleEpoch and TrainerEnded; ServerErrors has several of them.
 
     Args:
         cluster: started session.
         model: its name.
         layout: its layout.
+        device: where its tensors are.
         placement: who owns what.
         epoch: of the placement.
         mixed_rounds: whether values of different rounds may be used together; `counts` counts it when they are.
-
-    Raises (every call):
-        ServerUnavailable, DeadlineExceeded, ModelFailed, StaleEpoch, TrainerEnded; ServerErrors: several of them.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class Shards:
         *,
         model: str,
         layout: Layout,
+        device: torch.device,
         placement: Iterable[ShardPlacement],
         epoch: int,
         mixed_rounds: bool,
@@ -46,47 +54,164 @@ class Shards:
         self.epoch = epoch
         self._cluster = cluster
         self._model = model
+        self._layout = layout
+        self._device = device
         self._mixed_rounds = mixed_rounds
         self._counts = counts
+        self._received: dict[str, int] = {}
         self._clients = [
             ShardClient(
-                cluster.channel(place.address), place, model=model, epoch=epoch, layout=layout, traffic=cluster.traffic
+                cluster.channel(place.address),
+                place,
+                model=model,
+                epoch=epoch,
+                layout=layout,
+                device=device,
+                traffic=cluster.traffic,
             )
             for place in placement
         ]
 
-    def initialise(self, push_id: PushId, values: FlatBuffers, state: Sequence[tuple[int, StatePiece]]) -> None:
+    def initialise(
+        self, push_id: PushId, tensors: Mapping[int, torch.Tensor], state: Sequence[tuple[int, StatePiece]]
+    ) -> None:
         """Sends every value, and what there is of the optimizer state."""
+        values = Region(self._layout, BucketOffsets(self._layout.buckets), self._device)
+        values.gather(tensors)
 
         def call(shard: ShardClient, remaining_s: float) -> Any:
             return shard.initialise(push_id, values, state, remaining_s)
 
         self._cluster.run(self._everywhere(call, "initialising"))
 
-    def pull(self, min_round: int, into: FlatBuffers) -> int:
-        """Reads all values once they are of `min_round` or later; returns their round, the oldest if they are mixed."""
-        return self._cluster.run(self._pull(min_round, into, include_all=True))
+    def share_memory(self) -> None:
+        """From now on, uses the memory of servers on this machine instead of messages, as the session's settings say.
 
-    async def _pull(self, min_round: int, into: FlatBuffers, *, include_all: bool) -> int:
-        deadline = Deadline(self._cluster.settings.timeout_s)
-        rounds: dict[str, int] = {}
-        behind = list(self._clients)
-        while behind:
-            pull = partial(self._pull_one, min_round=min_round, into=into, include_all=include_all)
-            found = await self._everywhere(pull, "pulling", behind, deadline)
-            rounds |= {shard.server: each for shard, each in zip(behind, found, strict=True) if each is not None}
-            if self._may_mix(rounds.values()):
-                break
-            min_round = max(rounds.values(), default=min_round)
-            behind = [shard for shard in self._clients if rounds.get(shard.server, min_round) != min_round]
-        return min(rounds.values(), default=min_round)
+        Raises:
+            SharedMemoryUnavailable: the settings want it, and it is not to be had.
+        """
+        if self._cluster.settings.transport != "grpc":
+            self._cluster.run(self._everywhere(self._share_memory_of, "sharing memory"))
 
-    async def _pull_one(
-        self, shard: ShardClient, remaining_s: float, *, min_round: int, into: FlatBuffers, include_all: bool
-    ) -> int | None:
-        return await shard.pull(
-            self._cluster.trainer_id, min_round, into, include_all=include_all, timeout_s=remaining_s
+    async def _share_memory_of(self, shard: ShardClient, remaining_s: float) -> None:
+        try:
+            nonce = await shard.find_memory(remaining_s)
+            await shard.open_memory(self._cluster.trainer_id, bytes(nonce), remaining_s)
+        except SharedMemoryUnavailable as error:
+            if self._cluster.settings.transport == "shm":
+                raise SharedMemoryUnavailable(f"{shard.where}: transport is 'shm', but {error}") from None
+            logger.info("model %s: %s is reached by messages, not shared memory: %s", self._model, shard.where, error)
+
+    # What is sent
+
+    def gather(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
+        """Puts gradients and buffers where pushes are sent from; None is sent as zeros. No push may be under way."""
+        for shard in self._clients:
+            shard.outgoing.gather(tensors)
+
+    def gathered(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether that is what was gathered last, bit for bit where it is numbers."""
+        return all(shard.outgoing.holds(index, tensor) for shard in self._clients)
+
+    def push(self, push: Push) -> StepResult | None:
+        """Sends what was gathered; with a commit, returns what became of the step. `read_` has the values then."""
+        if push.with_gradients:
+            for shard in self._clients:
+                if shard.mapped is not None:
+                    shard.mapped.stamp(push.push_id.sequence)
+        replies = self._cluster.run(
+            self._everywhere(lambda shard, remaining_s: shard.push(push, remaining_s), "stepping")
         )
+        if push.commit is None:
+            return None
+        results: list[StepResult] = [result for result, _ in replies]
+        # Compared as text: a norm may be NaN, which equals nothing.
+        if len({repr(result) for result in results}) > 1:
+            raise InternalError(f"model {self._model!r}: shards disagree about a step: {results}")
+        self._received = {
+            shard.server: results[0].round if each is None else each
+            for shard, (_, each) in zip(self._clients, replies, strict=True)
+            if shard.mapped is None
+        }
+        return results[0]
+
+    # What is read
+
+    def read_(self, tensors: Mapping[int, torch.Tensor]) -> int:
+        """Copies the values of the last push into tensors in place.
+
+        Args:
+            tensors: by index in the layout.
+
+        Returns:
+            Their round, the oldest if the policy allows a mix. It may be later than the push's own.
+        """
+        return self._read_(tensors, self._received, include_all=False)
+
+    def pull_(self, min_round: int, tensors: Mapping[int, torch.Tensor]) -> int:
+        """Copies all values into tensors in place, once they are of `min_round` or later; returns as `read_` does."""
+        rounds = self._pull(self._clients, min_round, include_all=True)
+        return self._read_(tensors, rounds, include_all=True)
+
+    def _read_(self, tensors: Mapping[int, torch.Tensor], rounds: dict[str, int], *, include_all: bool) -> int:
+        """`rounds`: of what lies in `incoming`, by server; those that it lacks are read in shared memory."""
+        contiguous = {
+            index: tensor if tensor.is_contiguous() or not self._cut(index) else torch.empty_like(tensor.contiguous())
+            for index, tensor in tensors.items()
+        }
+        in_messages = set(rounds)
+        deadline = Deadline(self._cluster.settings.timeout_s)
+        while deadline.remaining_s():
+            for shard in self._clients:
+                if shard.server not in rounds and shard.mapped is not None:
+                    found = shard.mapped.read_(contiguous, mixed_rounds=self._mixed_rounds)
+                    if found is None:
+                        in_messages.add(shard.server)
+                        rounds |= self._pull([shard], 0, include_all=include_all)
+                    else:
+                        rounds[shard.server] = found
+            latest = max(rounds.values(), default=0)
+            behind = [shard for shard in self._clients if rounds[shard.server] != latest]
+            if not behind or self._may_mix(rounds.values()):
+                break
+            for shard in behind:
+                del rounds[shard.server]
+            in_messages -= {shard.server for shard in behind}
+            rounds |= self._pull([shard for shard in behind if shard.mapped is None], latest, include_all=include_all)
+            in_messages |= rounds.keys() & {shard.server for shard in behind}
+        else:
+            raise DeadlineExceeded(
+                f"model {self._model!r}: rounds were applied all the time while values were read; expected all servers "
+                f"at one round within {deadline.timeout_s:g} s, the last seen were {sorted(rounds.items())}"
+            )
+        for shard in self._clients:
+            if shard.server in in_messages:
+                shard.incoming.scatter_(contiguous)
+            if shard.mapped is not None:
+                shard.forget_incoming()
+        for index, tensor in tensors.items():
+            if contiguous[index] is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(contiguous[index])
+        return min(rounds.values(), default=0)
+
+    def _cut(self, index: int) -> bool:
+        return len(self._clients) > 1 and any(shard.outgoing.cuts(index) for shard in self._clients)
+
+    def _pull(self, shards: Sequence[ShardClient], min_round: int, *, include_all: bool) -> dict[str, int]:
+        """Reads values into `incoming` by messages; their rounds by server."""
+        if not shards:
+            return {}
+
+        def call(shard: ShardClient, remaining_s: float) -> Any:
+            return shard.pull(self._cluster.trainer_id, min_round, include_all=include_all, timeout_s=remaining_s)
+
+        found = self._cluster.run(self._everywhere(call, "pulling", shards))
+        return {shard.server: min_round if each is None else each for shard, each in zip(shards, found, strict=True)}
+
+    def holds(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the values that were read last, or those that lie in shared memory now."""
+        return all(shard.holds(index, tensor) for shard in self._clients)
 
     def pull_state(self, min_round: int) -> list[StatePiece]:
         """Reads the optimizer state once it is of `min_round` or later."""
@@ -106,25 +231,6 @@ class Shards:
         self, shard: ShardClient, remaining_s: float, *, min_round: int
     ) -> tuple[int | None, list[StatePiece]]:
         return await shard.pull_state(self._cluster.trainer_id, min_round, remaining_s)
-
-    def push(self, push: Push, gradients: FlatBuffers, into: FlatBuffers) -> tuple[StepResult, int] | None:
-        """Sends a push; with a commit, returns what became of the step and the round of the values read."""
-        return self._cluster.run(self._push(push, gradients, into))
-
-    async def _push(self, push: Push, gradients: FlatBuffers, into: FlatBuffers) -> tuple[StepResult, int] | None:
-        replies = await self._everywhere(
-            lambda shard, remaining_s: shard.push(push, gradients, into, remaining_s), "stepping"
-        )
-        if push.commit is None:
-            return None
-        results = [result for result, _ in replies]
-        # Compared as text: a norm may be NaN, which equals nothing.
-        if len({repr(result) for result in results}) > 1:
-            raise InternalError(f"model {self._model!r}: shards disagree about a step: {results}")
-        rounds = {results[0].round if each is None else each for _, each in replies}
-        if len(rounds) == 1 or self._may_mix(rounds):
-            return results[0], min(rounds)
-        return results[0], await self._pull(max(rounds), into, include_all=False)
 
     def drop_context(self, push_id: PushId, context_id: int) -> None:
         """Frees a context that will not be committed."""

@@ -1,6 +1,6 @@
 """Gradients of one forward/backward pass, kept on a shard until a round takes them."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,8 @@ MAX_CONTEXTS_PER_TRAINER = 1024
 class GradientContext:
     """Gradients summed over every push into one context, and the buffers of the last; `commit`: it is complete.
 
-    `absent` are the tensors that had no gradient in any push.
+    `absent` are the tensors that had no gradient in any push. `lent`: the last push is read where its trainer wrote it;
+    tells whether it still lies there.
     """
 
     trainer_id: int
@@ -26,9 +27,10 @@ class GradientContext:
     absent: Set[int] | None = None
     commit: CommitInfo | None = None
     push_id: PushId | None = None
+    lent: Callable[[], bool] | None = None
 
     def add_(self, pushed: dict[int, torch.Tensor], absent: Set[int], replaced: Set[int]) -> None:
-        """Adds one push; takes ownership of the tensors.
+        """Adds one push; takes ownership of the tensors, unless they are lent: then nobody writes to them.
 
         Args:
             pushed: 1-D tensors by bucket.

@@ -210,6 +210,13 @@ class DropShard:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatHeard:
+    """A heartbeat has been heard: the server's lease runs at least from when it was sent, in ns of its own clock."""
+
+    sent_ns: int
+
+
 Command = (
     CreateShard
     | ModelReady
@@ -221,6 +228,7 @@ Command = (
     | EndTrainer
     | FailModel
     | DropShard
+    | HeartbeatHeard
 )
 
 # Reports: server -> coordinator

@@ -37,6 +37,11 @@ class OptimizerEntry:
     fused_on_cpu: bool
     elementwise: bool
 
+    @property
+    def from_torch(self) -> bool:
+        """Whether it is torch's own, of which it is known what it does with gradients: it keeps and changes none."""
+        return self.cls.__module__.startswith("torch.optim")
+
 
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW", "Adagrad")
 _ELEMENTWISE = (*_FUSED_ON_CPU, "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
@@ -220,7 +225,7 @@ def check_options(name: str, options: GroupOptions, like: GroupOptions) -> None:
 def _try_step(name: str, options: tuple[tuple[str, Any], ...]) -> None:
     """Steps one element with these options, as a shard would. The learning rate is a mere factor, and left out."""
     entry = optimizer_entry(name)
-    if not entry.cls.__module__.startswith("torch.optim"):
+    if not entry.from_torch:
         return
     param = torch.zeros((1,) if entry.elementwise else (1, 1))
     param.grad = torch.ones_like(param)

@@ -20,23 +20,30 @@ def weights_and_divisor(samples: Sequence[int]) -> tuple[list[int], int]:
     return weights, sum(weights)
 
 
-def weighted_mean_(gradients: Sequence[torch.Tensor], weights: Sequence[int], divisor: int) -> torch.Tensor:
+def weighted_mean(gradients: Sequence[torch.Tensor], weights: Sequence[int], divisor: int) -> torch.Tensor:
     """sum(weight * gradient) / divisor, summed in the order given.
 
     Args:
-        gradients: 1-D tensors of one dtype and size; overwritten, the first one holds the result.
+        gradients: 1-D tensors of one dtype and size; they stay as they are.
         weights: one for each, at least 1.
         divisor: at least 1.
+
+    Returns:
+        A new tensor; the gradient itself, if there is one and nothing to multiply or divide.
     """
+    total: torch.Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
-        if weight != 1:
-            gradient.mul_(weight)
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total.add_(gradient)
-    if divisor != 1:
-        total.div_(divisor)
-    return total
+        weighted = gradient if weight == 1 else gradient * weight
+        if total is None:
+            total = weighted
+        elif total is gradients[0]:
+            total = total + weighted
+        else:
+            total.add_(weighted)
+    assert total is not None
+    if divisor == 1:
+        return total
+    return total / divisor if total is gradients[0] else total.div_(divisor)
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:

@@ -25,16 +25,16 @@ from pserver.core.messages import (
     ShardInitialised,
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
-from pserver.core.optimizers import check_options
+from pserver.core.optimizers import check_options, optimizer_entry
 from pserver.core.reduce import sum_of_squares
-from pserver.core.staging import Staging
+from pserver.core.staging import Pushed, Staging
 from pserver.core.stepping import BucketStepper
 from pserver.core.sync import make_policy
 from pserver.core.update import Update
+from pserver.core.value_store import Publication, ValueStore
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
-from pserver.wire.tensors import element_type, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,16 @@ class Shard:
     Args:
         command: what to make.
         layout: of its model, if that is at hand; to compute it takes a while.
+        publication: where trainers read values while they may be written; None: only through messages.
 
     Raises:
         UnsupportedOptimizer: torch refuses the optimizer's arguments.
         InvalidRequest: buckets that the model does not have.
     """
 
-    def __init__(self, command: CreateShard, layout: Layout | None = None) -> None:
+    def __init__(
+        self, command: CreateShard, layout: Layout | None = None, publication: Publication | None = None
+    ) -> None:
         self.spec = command.spec
         self.epoch = command.epoch
         self.layout = layout or command.spec.layout()
@@ -95,14 +98,17 @@ class Shard:
         self.failure: str | None = None
         self._initial: dict[int, _Initial] = {}  # by trainer, until the coordinator says whose count
         self._tried_state = False  # whether steppers may hold the state of one of them already
-        self._values = {
-            bucket.index: torch.zeros(bucket.num_elements, dtype=element_type(bucket.dtype).master)
-            for bucket in self.buckets
-        }
+        self._store = ValueStore(self.buckets, publication)
         self._buffer_buckets = frozenset(each.index for each in self.buckets if each.group == BUFFERS)
         self._steppers = {bucket.index: self._stepper(bucket) for bucket in self.trained}
         self._update = Update(
-            self.layout, self._values, self.trained, self._steppers, self._buffer_buckets, self.spec.buffers
+            self.layout,
+            self._store,
+            self.trained,
+            self._steppers,
+            self._buffer_buckets,
+            self.spec.buffers,
+            keeps_gradients=not optimizer_entry(self.spec.optimizer).from_torch,
         )
         self._contexts = ContextTable()
         self._prepared: _PreparedRound | None = None
@@ -113,7 +119,7 @@ class Shard:
         return BucketStepper(
             self.spec.optimizer,
             self.spec.optimizer_groups[bucket.group],
-            self._values[bucket.index],
+            self._store.masters[bucket.index],
             self.layout.segments[bucket.index],
             self.layout.shapes(bucket.index),
         )
@@ -189,10 +195,12 @@ class Shard:
                 f"model {self.spec.name!r}: this shard lacks the initial values of trainer {initialiser}"
             )
         for index, values in initial.values.items():
-            self._values[index].copy_(values)
+            with self._store.changing(index, self.round) as master:
+                master.copy_(values)
         if self._tried_state:
             for index in self._steppers:
-                self._load_(index, initial.state.get(index, ()))
+                with self._store.changing(index, self.round):
+                    self._load_(index, initial.state.get(index, ()))
         self._initial.clear()
         self.ready = True
 
@@ -209,7 +217,7 @@ class Shard:
                 or piece.value.numel() != place.stop - place.start
             ):
                 raise InvalidRequest(f"the {MASTER_KEY} of tensor {piece.tensor} does not fit bucket {bucket}")
-            self._values[bucket][place.start : place.stop].copy_(piece.value.reshape(-1))
+            self._store.masters[bucket][place.start : place.stop].copy_(piece.value.reshape(-1))
 
     def state_pieces(self, bucket: int) -> list[StatePiece]:
         """The optimizer state of a bucket, and its masters if trainers hold less precise values.
@@ -217,7 +225,7 @@ class Shard:
         The tensors alias live state: valid until the next call that changes the shard.
         """
         pieces = self._steppers[bucket].state_pieces()
-        values = self._values[bucket]
+        values = self._store.masters[bucket]
         if values.dtype != self.layout.buckets[bucket].dtype:
             pieces += [
                 StatePiece(tensor=each.tensor, key=MASTER_KEY, start=each.offset, value=values[each.start : each.stop])
@@ -228,7 +236,7 @@ class Shard:
     # Gradients
 
     def push(
-        self, push_id: PushId, context_id: int, staging: Staging, absent: Set[int], commit: CommitInfo | None
+        self, push_id: PushId, context_id: int, staging: Pushed, absent: Set[int], commit: CommitInfo | None
     ) -> Report | None:
         """Adds a stream's gradients and buffers to a context; with a commit, it is complete and waits for a round.
 
@@ -253,6 +261,11 @@ class Shard:
             pushed = None if dispensable and staging.empty else staging.complete()
             context = self._contexts.open(push_id.trainer_id, context_id)
             if pushed is not None:
+                if staging.lent is not None and commit is None:
+                    # Its trainer writes the next push there as soon as it hears of this one.
+                    pushed = {index: values.clone() for index, values in pushed.items()}
+                elif staging.lent is not None:
+                    context.lent = staging.lent
                 context.add_(pushed, absent, self._buffer_buckets)
             if commit is None:
                 self._outcomes.record(push_id, Done())
@@ -338,16 +351,28 @@ class Shard:
         prepared, self._prepared = self._prepared, None
         contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
         if decision.divisor and not decision.skip:
-            means = prepared.means if prepared else self._update.means(decision, contexts)
-            self._update.step_(decision, contexts, means)
+            self._update.step_(decision, contexts, prepared.means if prepared else None)
             self.version += 1
         if decision.divisor:
             self._update.take_buffers_(decision, contexts)
+        self._publish(decision)
+        for context in contexts:
+            if context.lent is not None and not context.lent():
+                raise InternalError(
+                    f"trainer {context.trainer_id} wrote to the memory of its push before it had heard of its outcome"
+                )
         self.round = decision.round
         for contribution, context in zip(decision.contributions, contexts, strict=True):
             if context.push_id is not None:
                 self._outcomes.record(context.push_id, _result(decision, contribution))
         return self.applied()
+
+    def _publish(self, decision: Decision) -> None:
+        """What the round did not change is of this round as well."""
+        stepped = decision.divisor and not decision.skip
+        for bucket in self.buckets:
+            if not (stepped and bucket.group >= 0):
+                self._store.unchanged(bucket.index, decision.round)
 
     def reject(self, command: Reject) -> None:
         """Frees a commit that enters no round; one that is not here changes nothing."""
@@ -392,8 +417,7 @@ class Shard:
 
     def read(self, bucket: int) -> memoryview:
         """A bucket's values as bytes in its wire dtype, valid until the next call that changes the shard."""
-        wire_dtype = self.layout.buckets[bucket].dtype
-        return memory_of(self._values[bucket].to(wire_dtype))
+        return self._store.read(bucket)
 
     def reports(self) -> list[Report]:
         """All that the coordinator may have missed while the link was down."""

@@ -1,6 +1,7 @@
 """Collects the chunks of one stream before anything of it becomes visible."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
@@ -9,12 +10,36 @@ from pserver.wire.layout import Bucket
 from pserver.wire.tensors import dtype_of_code, memory_of
 
 
+class Pushed(Protocol):
+    """What one push brought to a shard."""
+
+    @property
+    def lent(self) -> Callable[[], bool] | None:
+        """If its tensors are memory that the trainer writes: tells whether they still hold this push. None: ours."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has come."""
+        ...
+
+    def complete(self) -> dict[int, torch.Tensor]:
+        """Every expected bucket as a 1-D tensor of its wire dtype.
+
+        Raises:
+            InvalidRequest: something is missing.
+        """
+        ...
+
+
 class Staging:
     """Buckets as they arrive. A stream that breaks leaves only this object behind.
 
     Args:
         buckets: those that may come; each must come whole, its chunks in order.
     """
+
+    lent: Callable[[], bool] | None = None
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._expected = {bucket.index: bucket for bucket in buckets}

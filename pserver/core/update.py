@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 
 from pserver.core.contexts import GradientContext
-from pserver.core.messages import Decision
-from pserver.core.reduce import count_nonfinite, weighted_mean_
+from pserver.core.messages import Contribution, Decision
+from pserver.core.reduce import count_nonfinite, weighted_mean
 from pserver.core.rules import NonFinite
 from pserver.core.stepping import BucketStepper
+from pserver.core.value_store import ValueStore
 from pserver.wire.layout import Bucket, Layout
 
 
@@ -17,11 +18,12 @@ class Update:
 
     Args:
         layout: of the model.
-        values: masters by bucket; `step_` and `take_buffers_` change them in place.
+        store: the shard's values; `step_` and `take_buffers_` change them in place.
         trained: buckets that are stepped.
         steppers: of those, by bucket.
         buffer_buckets: buckets of buffers.
         buffers: one of `rounds.BUFFER_POLICIES`.
+        keeps_gradients: whether the optimizer may keep or change the gradients it is given: it gets copies then.
 
     Not thread-safe.
     """
@@ -29,18 +31,20 @@ class Update:
     def __init__(
         self,
         layout: Layout,
-        values: Mapping[int, torch.Tensor],
+        store: ValueStore,
         trained: Sequence[Bucket],
         steppers: Mapping[int, BucketStepper],
         buffer_buckets: Set[int],
         buffers: str,
+        keeps_gradients: bool,
     ) -> None:
         self._layout = layout
-        self._values = values
+        self._store = store
         self._trained = trained
         self._steppers = steppers
         self._buffer_buckets = buffer_buckets
         self._buffers = buffers
+        self._keeps_gradients = keeps_gradients
 
     def nonfinite(self, decision: Decision, contexts: Sequence[GradientContext]) -> tuple[NonFinite, ...]:
         """What is in the gradients that count: those without weight are in no mean."""
@@ -58,41 +62,57 @@ class Update:
                 if count := count_nonfinite(gradient[segment.start : segment.stop]):
                     yield NonFinite(trainer_id=trainer_id, tensor=segment.tensor, count=count)
 
-    def means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
-        """The mean gradient by bucket; uses up the contexts' gradients."""
-        counted = [
-            (each.weight, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight
-        ]
-        means: dict[int, torch.Tensor] = {}
-        for bucket in self._trained:
-            master = self._values[bucket.index].dtype
-            gradients = [context.buckets.pop(bucket.index).to(master) for _, context in counted]
-            means[bucket.index] = weighted_mean_(gradients, [weight for weight, _ in counted], decision.divisor)
-        return means
+    def mean(self, decision: Decision, contexts: Sequence[GradientContext], bucket: Bucket) -> torch.Tensor:
+        """The mean gradient of a bucket, in the dtype of its master; the contexts have it no more.
 
-    def step_(self, decision: Decision, contexts: Sequence[GradientContext], means: Mapping[int, torch.Tensor]) -> None:
-        """Steps every parameter that has a gradient from anybody with the mean, once it is clipped."""
-        counted = [ctx for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
-        absent = frozenset.intersection(*(frozenset(context.absent or ()) for context in counted))
+        It may be the memory of the one context that counts: nobody writes to it.
+        """
+        master = self._store.masters[bucket.index].dtype
+        counted = _counted(decision, contexts)
+        gradients = [context.buckets.pop(bucket.index).to(master) for _, context in counted]
+        return weighted_mean(gradients, [each.weight for each, _ in counted], decision.divisor)
+
+    def means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
+        """The mean gradient of every bucket."""
+        return {bucket.index: self.mean(decision, contexts, bucket) for bucket in self._trained}
+
+    def step_(
+        self, decision: Decision, contexts: Sequence[GradientContext], means: Mapping[int, torch.Tensor] | None
+    ) -> None:
+        """Steps every parameter that has a gradient from anybody with the mean, once it is clipped.
+
+        Args:
+            means: by bucket, if they were computed before; else they are now, one bucket after the other.
+        """
+        counted = _counted(decision, contexts)
+        absent = frozenset.intersection(*(frozenset(context.absent or ()) for _, context in counted))
         for bucket in self._trained:
-            mean = means[bucket.index]
+            mean = self.mean(decision, contexts, bucket) if means is None else means[bucket.index]
             if decision.clip_coefficient != 1.0:
-                mean.mul_(decision.clip_coefficient)
+                mean = mean * decision.clip_coefficient
             if decision.clip_value is not None:
-                mean.clamp_(-decision.clip_value, decision.clip_value)
-            self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
+                mean = mean.clamp(-decision.clip_value, decision.clip_value)
+            if self._keeps_gradients:
+                mean = mean.clone()
+            with self._store.changing(bucket.index, decision.round):
+                self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
 
     def take_buffers_(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
         """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""
         if self._buffers == "local":
             return
-        counted = [(each, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]
+        counted = _counted(decision, contexts)
         if self._buffers == "lowest":
             counted = [(each, ctx) for each, ctx in counted if each.trainer_id == decision.buffers_from]
         for index in self._buffer_buckets if counted else ():
-            values = self._values[index]
-            if len(counted) > 1 and (values.is_floating_point() or values.is_complex()):
-                offered = [context.buckets.pop(index).to(values.dtype) for _, context in counted]
-                values.copy_(weighted_mean_(offered, [each.weight for each, _ in counted], decision.divisor))
-            else:
-                values.copy_(counted[0][1].buckets[index])
+            with self._store.changing(index, decision.round) as values:
+                if len(counted) > 1 and (values.is_floating_point() or values.is_complex()):
+                    offered = [context.buckets.pop(index).to(values.dtype) for _, context in counted]
+                    values.copy_(weighted_mean(offered, [each.weight for each, _ in counted], decision.divisor))
+                else:
+                    values.copy_(counted[0][1].buckets[index])
+
+
+def _counted(decision: Decision, contexts: Sequence[GradientContext]) -> list[tuple[Contribution, GradientContext]]:
+    """Those with weight."""
+    return [(each, ctx) for each, ctx in zip(decision.contributions, contexts, strict=True) if each.weight]

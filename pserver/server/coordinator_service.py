@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 from pserver.config import parse_address
 from pserver.core.membership import check_figures
+from pserver.core.messages import HeartbeatHeard
 from pserver.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from pserver.server.coordinator_host import CoordinatorHost, ServerLink
 from pserver.transport.convert import (
@@ -110,8 +111,11 @@ class CoordinatorService:
     async def _read(self, link: ServerLink, messages: AsyncIterator[pb.ServerMessage]) -> None:
         try:
             async for message in messages:
-                alive_only = message.WhichOneof("kind") == "heartbeat"
-                self._host.heard(link, None if alive_only else report_from_proto(message))
+                if message.WhichOneof("kind") == "heartbeat":
+                    self._host.heard(link, None)
+                    link.tell(HeartbeatHeard(sent_ns=message.heartbeat.sent_ns))
+                else:
+                    self._host.heard(link, report_from_proto(message))
         finally:
             link.end()
 

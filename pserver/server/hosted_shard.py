@@ -10,6 +10,7 @@ from pserver.core.optimizer_state import StatePiece
 from pserver.core.shard import Shard
 from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
 from pserver.server.changed import Changed
+from pserver.server.shard_memory import ShardMemory
 from pserver.transport.deadline import Deadline
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
@@ -25,8 +26,11 @@ BUCKET_BYTES = 4 << 10
 class HostedShard:
     """One shard and who waits for it. Belongs to one event loop."""
 
-    def __init__(self, server: str, shard: Shard, arithmetic: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, server: str, shard: Shard, arithmetic: ThreadPoolExecutor, memory: ShardMemory | None = None
+    ) -> None:
         self._server = server
+        self.memory = memory
         self._shard = shard  # guarded by _lock wherever it changes or its values are read
         self._lock = asyncio.Lock()
         self._arithmetic = arithmetic
@@ -86,6 +90,16 @@ class HostedShard:
                 while not working.done():
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait((working,))
+
+    def extend_lease(self, until_ns: int) -> None:
+        """Until when trainers may read the shard's memory without asking."""
+        if self.memory is not None:
+            self.memory.extend_lease(until_ns)
+
+    def close_memory(self) -> None:
+        """Trainers ask from now on."""
+        if self.memory is not None:
+            self.memory.close()
 
     def wake(self) -> None:
         """Makes everybody who waits look again."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 
@@ -110,6 +111,7 @@ class CoordinatorLink:
     async def _link_once(self) -> None:
         channel = self._connect(self._coordinator)
         outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
+        hello_ns = time.monotonic_ns()
         outgoing.put_nowait(pb.ServerMessage(hello=self._hello))
         beats: asyncio.Task[None] | None = None
         try:
@@ -120,6 +122,7 @@ class CoordinatorLink:
                     if message.WhichOneof("kind") != "welcome":
                         await self._host.handle(command_from_proto(message))
                         continue
+                    self._host.begin_lease(message.welcome.lease_s, hello_ns)
                     self._outgoing = outgoing
                     for report in await self._host.reports():
                         self._report(report)
@@ -133,7 +136,7 @@ class CoordinatorLink:
     async def _beat(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            self._outgoing.put_nowait(pb.ServerMessage(heartbeat=pb.Heartbeat()))
+            self._outgoing.put_nowait(pb.ServerMessage(heartbeat=pb.Heartbeat(sent_ns=time.monotonic_ns())))
 
 
 async def _drain(queue: asyncio.Queue[pb.ServerMessage]) -> AsyncIterator[pb.ServerMessage]:

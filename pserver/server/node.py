@@ -25,7 +25,7 @@ class ServerNode:
 
     def __init__(self, settings: ServerSettings, clock: Clock | None = None) -> None:
         self.settings = settings
-        self.shards = ShardHost(settings.name)
+        self.shards = ShardHost(settings.name, shared_memory=settings.shared_memory)
         self.coordinator: CoordinatorHost | None = None
         self._link: CoordinatorLink | None = None
         self._incarnation = secrets.randbits(62)

@@ -18,6 +18,7 @@ from pserver.core.messages import (
     DropShard,
     EndTrainer,
     FailModel,
+    HeartbeatHeard,
     LivingTrainers,
     ModelReady,
     Prepare,
@@ -29,13 +30,17 @@ from pserver.core.messages import (
 from pserver.core.shard import Shard
 from pserver.errors import (
     InvalidRequest,
+    SharedMemoryUnavailable,
     TrainerEnded,
     UnknownModel,
     UnsupportedModel,
 )
 from pserver.server.changed import Changed
 from pserver.server.hosted_shard import HostedShard, bytes_at_first
+from pserver.server.memory_proof import MemoryProof
+from pserver.server.shard_memory import ShardMemory
 from pserver.transport.deadline import Deadline
+from pserver.wire.layout import STORED, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +59,14 @@ class ShardHost:
 
     Args:
         name: of the server.
+        shared_memory: whether trainers on this machine may read and write memory instead of messages.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, shared_memory: bool = True) -> None:
         self.name = name
+        self.proof = MemoryProof(enabled=shared_memory)
+        self._shared_memory = shared_memory
+        self._lease_ns = self._lease_ends_ns = 0
         self._shards: dict[str, HostedShard] = {}
         self._living: set[int] = set()
         self._streams: Counter[int] = Counter()  # under way, by trainer
@@ -68,8 +77,21 @@ class ShardHost:
         self._send: Callable[[Report], None] = lambda report: None
 
     def close(self) -> None:
-        """Ends the arithmetic thread."""
+        """Ends the arithmetic thread, and removes what was shared."""
+        for hosted in self._shards.values():
+            hosted.close_memory()
+        self.proof.close()
         self._arithmetic.shutdown(wait=False, cancel_futures=True)
+
+    def begin_lease(self, lease_s: float, sent_ns: int) -> None:
+        """The coordinator has heard what was sent then (ns of the machine's monotonic clock), and gives this lease."""
+        self._lease_ns = int(lease_s * 1e9)
+        self._extend_lease(sent_ns)
+
+    def _extend_lease(self, sent_ns: int) -> None:
+        self._lease_ends_ns = sent_ns + self._lease_ns
+        for hosted in self._shards.values():
+            hosted.extend_lease(self._lease_ends_ns)
 
     def send_reports_to(self, send: Callable[[Report], None]) -> None:
         """Says where reports go while a link is up."""
@@ -158,6 +180,8 @@ class ShardHost:
                 self._admit(trainer_id)
         elif isinstance(command, EndTrainer):
             await self._end_trainer(command.trainer_id)
+        elif isinstance(command, HeartbeatHeard):
+            self._extend_lease(command.sent_ns)
         else:
             hosted = self._shards.get(command.model)
             if hosted is None or hosted.epoch != command.epoch:
@@ -186,17 +210,20 @@ class ShardHost:
         if known is not None and known.epoch == command.epoch:
             return
         try:
-            shard = await asyncio.get_running_loop().run_in_executor(self._arithmetic, self._make_shard, command)
+            shard, memory = await asyncio.get_running_loop().run_in_executor(
+                self._arithmetic, self._make_shard, command
+            )
         except Exception as error:
             self._report_failure(name, command.epoch, "make its shard", error)
             return
         if known is not None:  # the news that it goes was lost with a link
             await self._end(known, f"model {name!r} was placed anew")
-        self._shards[name] = HostedShard(self.name, shard, self._arithmetic)
+        hosted = self._shards[name] = HostedShard(self.name, shard, self._arithmetic, memory)
+        hosted.extend_lease(self._lease_ends_ns)
         logger.info("shard of model %s: %d buckets, %d bytes", name, len(shard.buckets), shard.num_bytes)
         self.report(ShardCreated(model=name, epoch=command.epoch))
 
-    def _make_shard(self, command: CreateShard) -> Shard:
+    def _make_shard(self, command: CreateShard) -> tuple[Shard, ShardMemory | None]:
         layout = command.spec.layout()
         needed = bytes_at_first(layout.part(command.runs))
         held = sum(hosted.num_bytes for hosted in list(self._shards.values()))
@@ -206,7 +233,24 @@ class ShardHost:
                 f"the values alone need {needed} bytes, but server {self.name} has {available} bytes of memory that no "
                 "other model takes; use more servers, or larger ones"
             )
-        return Shard(command, layout)
+        memory = self._make_memory(command, layout)
+        try:
+            return Shard(command, layout, memory), memory
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            raise
+
+    def _make_memory(self, command: CreateShard, layout: Layout) -> ShardMemory | None:
+        if not self._shared_memory:
+            return None
+        buckets = layout.part(command.runs)
+        exchanged = [each for each in buckets if each.group != STORED]
+        try:
+            return ShardMemory(buckets, exchanged, fingerprint=layout.fingerprint, epoch=command.epoch)
+        except SharedMemoryUnavailable as error:
+            logger.warning("model %s: trainers on this machine get messages too: %s", command.spec.name, error)
+            return None
 
     async def _make_ready(self, hosted: HostedShard, command: ModelReady) -> None:
         try:
@@ -249,6 +293,7 @@ class ShardHost:
         """Nothing is applied any more; everybody who waits is told why."""
         async with hosted.exclusive() as shard:
             shard.failure = shard.failure or reason
+            hosted.close_memory()
         hosted.wake()
 
     def _admit(self, trainer_id: int) -> None:
@@ -262,6 +307,8 @@ class ShardHost:
         for hosted in self._shards.values():
             async with hosted.exclusive() as shard:
                 shard.end_trainer(trainer_id)
+                if hosted.memory is not None:
+                    hosted.memory.close_mailbox(trainer_id)
             hosted.wake()
 
 

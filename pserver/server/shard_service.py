@@ -4,11 +4,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 
 from pserver.core.optimizer_state import StatePiece
-from pserver.core.staging import Staging
+from pserver.core.staging import Pushed, Staging
 from pserver.core.state_staging import StateStaging
-from pserver.errors import InvalidRequest, MixedRounds
+from pserver.errors import InvalidRequest, MixedRounds, SharedMemoryUnavailable
 from pserver.server.hosted_shard import HostedShard
 from pserver.server.shard_host import ShardHost
+from pserver.server.shard_memory import ShardMemory
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import (
     commit_from_proto,
@@ -21,6 +22,7 @@ from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import Chunk, StateChunk
 from pserver.transport.methods import first_of
 from pserver.transport.state_chunks import state_messages
+from pserver.types import PushId
 from pserver.wire.layout import Bucket
 
 
@@ -64,7 +66,6 @@ class ShardService:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
-        absent = _absent(first.absent_tensors, hosted.num_tensors)
         with self._host.stream(push_id.trainer_id):
             staging = Staging(hosted.exchanged)
             last = first
@@ -75,15 +76,10 @@ class ShardService:
                     raise InvalidRequest("a message came after the one with the commit; the commit must be in the last")
                 last = request
                 _stage(staging, last)
-            self._host.require_living(push_id.trainer_id)
-            commit = commit_from_proto(last.commit) if last.HasField("commit") else None
-            wait_s = check_wait_s(last.wait_s)
-            report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, staging, absent, commit))
-        if report is not None:
-            self._host.report(report)
-        if commit is None:
+            committed = await self._push(hosted, push_id, first, last, staging)
+        if not committed:
             return
-        result = await hosted.outcome(push_id, wait_s)
+        result = await hosted.outcome(push_id, check_wait_s(last.wait_s))
         # The outcome rides on the first message: a second one costs a small step a good part of its time.
         outcome: pb.Outcome | None = outcome_to_proto(result)
         async for round_number, chunks in _read(hosted, hosted.exchanged):
@@ -91,6 +87,51 @@ class ShardService:
             outcome = None
         if outcome is not None:
             yield pb.StepReply(outcome=outcome, round=result.round)
+
+    async def step_once(self, request: pb.StepRequest) -> pb.StepReply:
+        push_id = push_id_from_proto(request.push_id)
+        hosted = await self._require(request.shard, push_id.trainer_id)
+        pushed: Pushed
+        if request.in_memory:
+            pushed = _memory_of(hosted).pushed(push_id)
+        else:
+            pushed = staging = Staging(hosted.exchanged)
+            _stage(staging, request)
+        if not await self._push(hosted, push_id, request, request, pushed):
+            return pb.StepReply()
+        result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
+        reply = pb.StepReply(outcome=outcome_to_proto(result), round=result.round)
+        if not request.without_values:
+            async for round_number, chunks in _read(hosted, hosted.exchanged):
+                reply.round = round_number
+                reply.chunks.extend(chunks)
+        return reply
+
+    async def _push(
+        self, hosted: HostedShard, push_id: PushId, first: pb.StepRequest, last: pb.StepRequest, pushed: Pushed
+    ) -> bool:
+        """Adds a push to its context; whether it came with a commit."""
+        self._host.require_living(push_id.trainer_id)
+        absent = _absent(first.absent_tensors, hosted.num_tensors)
+        commit = commit_from_proto(last.commit) if last.HasField("commit") else None
+        check_wait_s(last.wait_s)
+        report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, pushed, absent, commit))
+        if report is not None:
+            self._host.report(report)
+        return commit is not None
+
+    async def find_memory(self, request: pb.FindMemoryRequest) -> pb.FindMemoryReply:
+        try:
+            return pb.FindMemoryReply(segment=self._host.proof.segment())
+        except SharedMemoryUnavailable as error:
+            return pb.FindMemoryReply(reason=str(error))
+
+    async def open_memory(self, request: pb.OpenMemoryRequest) -> pb.OpenMemoryReply:
+        self._host.proof.check(request.nonce)
+        hosted = await self._require(request.shard, request.trainer_id)
+        async with hosted.exclusive():
+            memory = _memory_of(hosted)
+            return pb.OpenMemoryReply(values=memory.name, mailbox=memory.open_mailbox(request.trainer_id))
 
     async def drop_context(self, request: pb.DropContextRequest) -> pb.DropContextReply:
         push_id = push_id_from_proto(request.push_id)
@@ -101,6 +142,12 @@ class ShardService:
 
     async def _require(self, address: pb.ShardAddress, trainer_id: int) -> HostedShard:
         return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
+
+
+def _memory_of(hosted: HostedShard) -> ShardMemory:
+    if hosted.memory is None:
+        raise SharedMemoryUnavailable("this shard's values are not in shared memory; the server's log says why")
+    return hosted.memory
 
 
 def _absent(indices: Sequence[int], num_tensors: int) -> frozenset[int]:

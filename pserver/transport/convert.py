@@ -239,6 +239,7 @@ _PLAIN_COMMANDS = {
     "end_trainer": core.EndTrainer,
     "fail_model": core.FailModel,
     "drop_shard": core.DropShard,
+    "heartbeat_heard": core.HeartbeatHeard,
 }
 _PLAIN_REPORTS = {
     "shard_created": core.ShardCreated,

@@ -251,8 +251,16 @@ class Hello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("sent_ns",)
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    sent_ns: int
+    def __init__(self, sent_ns: _Optional[int] = ...) -> None: ...
+
+class HeartbeatHeard(_message.Message):
+    __slots__ = ("sent_ns",)
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    sent_ns: int
+    def __init__(self, sent_ns: _Optional[int] = ...) -> None: ...
 
 class ShardCreated(_message.Message):
     __slots__ = ("model", "epoch")
@@ -331,7 +339,7 @@ class ShardFailed(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers")
+    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers", "heartbeat_heard")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CREATE_SHARD_FIELD_NUMBER: _ClassVar[int]
     MODEL_READY_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +351,7 @@ class CoordinatorMessage(_message.Message):
     REJECT_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TRAINER_FIELD_NUMBER: _ClassVar[int]
     LIVING_TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_HEARD_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     create_shard: CreateShard
     model_ready: ModelReady
@@ -354,7 +363,8 @@ class CoordinatorMessage(_message.Message):
     reject: Reject
     admit_trainer: AdmitTrainer
     living_trainers: LivingTrainers
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ...) -> None: ...
+    heartbeat_heard: HeartbeatHeard
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ..., heartbeat_heard: _Optional[_Union[HeartbeatHeard, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("lease_s",)

@@ -76,7 +76,7 @@ class PullStateReply(_message.Message):
     def __init__(self, round: _Optional[int] = ..., state: _Optional[_Iterable[_Union[_types_pb2.StateChunk, _Mapping]]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("shard", "push_id", "context_id", "chunks", "absent_tensors", "commit", "wait_s")
+    __slots__ = ("shard", "push_id", "context_id", "chunks", "absent_tensors", "commit", "wait_s", "in_memory", "without_values")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class StepRequest(_message.Message):
     ABSENT_TENSORS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_VALUES_FIELD_NUMBER: _ClassVar[int]
     shard: ShardAddress
     push_id: _types_pb2.PushId
     context_id: int
@@ -91,7 +93,9 @@ class StepRequest(_message.Message):
     absent_tensors: _containers.RepeatedScalarFieldContainer[int]
     commit: _types_pb2.Commit
     wait_s: float
-    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., context_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., absent_tensors: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    in_memory: bool
+    without_values: bool
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., context_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., absent_tensors: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ..., wait_s: _Optional[float] = ..., in_memory: _Optional[bool] = ..., without_values: _Optional[bool] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("outcome", "round", "chunks")
@@ -142,3 +146,33 @@ class DropContextRequest(_message.Message):
 class DropContextReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FindMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FindMemoryReply(_message.Message):
+    __slots__ = ("segment", "reason")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    segment: str
+    reason: str
+    def __init__(self, segment: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OpenMemoryRequest(_message.Message):
+    __slots__ = ("shard", "trainer_id", "nonce")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    shard: ShardAddress
+    trainer_id: int
+    nonce: bytes
+    def __init__(self, shard: _Optional[_Union[ShardAddress, _Mapping]] = ..., trainer_id: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class OpenMemoryReply(_message.Message):
+    __slots__ = ("values", "mailbox")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    MAILBOX_FIELD_NUMBER: _ClassVar[int]
+    values: str
+    mailbox: str
+    def __init__(self, values: _Optional[str] = ..., mailbox: _Optional[str] = ...) -> None: ...

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from google.protobuf.message import Message
 
 from pserver.client.mapped_shard import MappedShard
 from pserver.client.region import Region
@@ -23,8 +22,8 @@ from pserver.transport.convert import (
     state_chunk_from_proto,
 )
 from pserver.transport.gen import shards_pb2 as pb
-from pserver.transport.gen.types_pb2 import Chunk
-from pserver.transport.methods import SHARDS
+from pserver.transport.methods import SHARDS, Sendable
+from pserver.transport.raw_chunks import RawChunk, encode
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
@@ -161,12 +160,12 @@ class ShardClient:
     ) -> None:
         """Sends every value of the shard, and what there is of its optimizer state."""
 
-        async def requests() -> AsyncIterator[Message]:
+        async def requests() -> AsyncIterator[Sendable]:
             yield pb.InitialiseRequest(shard=self._address, push_id=push_id_to_proto(push_id))
             for pieces in state_messages((bucket, piece) for bucket, piece in state if bucket in self._owned):
                 yield pb.InitialiseRequest(state=pieces)
             for chunks in self._pack(self._buckets, values):
-                yield pb.InitialiseRequest(chunks=chunks)
+                yield encode(pb.InitialiseRequest(), chunks)
 
         async for _ in self._channel.call(SHARDS["Initialise"], requests(), timeout_s=timeout_s):
             pass
@@ -189,7 +188,6 @@ class ShardClient:
         call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
-                assert isinstance(reply, pb.PullReply)
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
         return receiver.finish()
 
@@ -203,7 +201,6 @@ class ShardClient:
         call = self._channel.call(SHARDS["PullState"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
-                assert isinstance(reply, pb.PullStateReply)
                 round_number = reply.round
                 for chunk in reply.state:
                     staging.add_chunk(state_chunk_from_proto(chunk))
@@ -230,40 +227,42 @@ class ShardClient:
     ) -> tuple[StepResult, int | None] | None:
         request = self._step_request(push)
         request.in_memory, request.without_values = in_memory, without_values
+        _commit(request, push, timeout_s)
+        chunks: list[RawChunk] = []
         if in_memory:
             self._traffic.sent_bytes += self._exchanged_bytes
         elif push.with_gradients:
-            for chunks in self._pack(self._exchanged, self.outgoing):
-                request.chunks.extend(chunks)
-        _commit(request, push, timeout_s)
+            chunks = [each for some in self._pack(self._exchanged, self.outgoing) for each in some]
         reply = await unary(
-            self._channel, SHARDS["StepOnce"], request, pb.StepReply, timeout_s=timeout_s + TRANSPORT_SLACK_S
+            self._channel,
+            SHARDS["StepOnce"],
+            encode(request, chunks),
+            pb.StepReply,
+            timeout_s=timeout_s + TRANSPORT_SLACK_S,
         )
         if push.commit is None:
             return None
         if without_values:
             return self._result(reply), None
         receiver = _Receiver(self.where, self._exchanged, self.incoming)
-        self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
+        self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)  # type: ignore[arg-type]
         return self._result(reply), receiver.finish()
 
     async def _push_stream(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
-        async def requests() -> AsyncIterator[Message]:
+        async def requests() -> AsyncIterator[Sendable]:
             packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
-            held = self._step_request(push)
-            held.chunks.extend(next(packer, []))
+            head, held = self._step_request(push), next(packer, [])
             for chunks in packer:
-                yield held
-                held = pb.StepRequest(chunks=chunks)
-            _commit(held, push, timeout_s)
-            yield held
+                yield encode(head, held)
+                head, held = pb.StepRequest(), chunks
+            _commit(head, push, timeout_s)
+            yield encode(head, held)
 
         receiver = _Receiver(self.where, self._exchanged, self.incoming)
         result: StepResult | None = None
         call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
-                assert isinstance(reply, pb.StepReply)
                 if result is None:
                     result = self._result(reply)
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
@@ -292,7 +291,7 @@ class ShardClient:
         async for _ in self._channel.call(SHARDS["DropContext"], one(request), timeout_s=timeout_s):
             pass
 
-    def _pack(self, buckets: Iterable[Bucket], source: Region) -> Iterator[list[Chunk]]:
+    def _pack(self, buckets: Iterable[Bucket], source: Region) -> Iterator[list[RawChunk]]:
         packer = ChunkPacker()
         for bucket in buckets:
             self._traffic.sent_bytes += bucket.num_bytes
@@ -316,7 +315,7 @@ class _Receiver:
         self._received = dict.fromkeys(self._targets, 0)
         self._round: int | None = None
 
-    def take(self, round_number: int, chunks: Iterable[Chunk]) -> int:
+    def take(self, round_number: int, chunks: Iterable[RawChunk]) -> int:
         """Writes one message's chunks; returns their bytes."""
         num_bytes = 0
         for chunk in chunks:

@@ -46,7 +46,7 @@ class Staging:
         self._received: dict[int, int] = {}
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def add_chunk(self, bucket: int, offset_bytes: int, dtype_code: int, data: bytes) -> None:
+    def add_chunk(self, bucket: int, offset_bytes: int, dtype_code: int, data: bytes | memoryview) -> None:
         """Copies one chunk into place. Memory for a bucket is taken when its first valid chunk comes.
 
         Raises:

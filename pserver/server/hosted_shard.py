@@ -141,10 +141,10 @@ class HostedShard:
                 )
         self._check_failed()
 
-    async def read(self, bucket: Bucket, copy: Callable[[memoryview], T]) -> tuple[int, T]:
-        """What `copy` makes of a bucket's bytes, and the round they are of. No round is applied meanwhile."""
+    async def read(self, bucket: Bucket, copy: Callable[[int, memoryview], T]) -> T:
+        """What `copy` makes of the shard's round and a bucket's bytes. No round is applied meanwhile."""
         async with self._lock:
-            return self._shard.round, copy(self._shard.read(bucket.index))
+            return copy(self._shard.round, self._shard.read(bucket.index))
 
     async def read_state(self, bucket: Bucket, copy: Callable[[list[StatePiece]], T]) -> tuple[int, T]:
         """What `copy` makes of a bucket's optimizer state, and the round it is of."""

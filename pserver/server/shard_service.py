@@ -1,7 +1,9 @@
 """The Shards service: decode, call the core, encode."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
+
+from google.protobuf.message import Message
 
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.staging import Pushed, Staging
@@ -19,10 +21,11 @@ from pserver.transport.convert import (
 )
 from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import shards_pb2 as pb
-from pserver.transport.gen.types_pb2 import Chunk, StateChunk
-from pserver.transport.methods import first_of
+from pserver.transport.gen.types_pb2 import StateChunk
+from pserver.transport.methods import Sendable, first_of
+from pserver.transport.raw_chunks import encode
 from pserver.transport.state_chunks import state_messages
-from pserver.types import PushId
+from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
 
 
@@ -49,12 +52,12 @@ class ShardService:
             self._host.report(await hosted.work(lambda shard: shard.initialise(push_id, staging, state)))
         return pb.InitialiseReply()
 
-    async def pull(self, request: pb.PullRequest) -> AsyncIterator[pb.PullReply]:
+    async def pull(self, request: pb.PullRequest) -> AsyncIterator[Sendable]:
         hosted = await self._require(request.shard, request.trainer_id)
         await hosted.reach(request.min_round, check_wait_s(request.wait_s))
         buckets = hosted.buckets if request.include_all else hosted.exchanged
-        async for round_number, chunks in _read(hosted, buckets):
-            yield pb.PullReply(round=round_number, chunks=chunks)
+        async for message in _read(hosted, buckets, lambda round_number: pb.PullReply(round=round_number)):
+            yield message
 
     async def pull_state(self, request: pb.PullStateRequest) -> AsyncIterator[pb.PullStateReply]:
         hosted = await self._require(request.shard, request.trainer_id)
@@ -62,7 +65,7 @@ class ShardService:
         async for round_number, chunks in _read_state(hosted):
             yield pb.PullStateReply(round=round_number, state=chunks)
 
-    async def step(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[pb.StepReply]:
+    async def step(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[Sendable]:
         first = await first_of(requests)
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
@@ -80,15 +83,13 @@ class ShardService:
         if not committed:
             return
         result = await hosted.outcome(push_id, check_wait_s(last.wait_s))
-        # The outcome rides on the first message: a second one costs a small step a good part of its time.
-        outcome: pb.Outcome | None = outcome_to_proto(result)
-        async for round_number, chunks in _read(hosted, hosted.exchanged):
-            yield pb.StepReply(outcome=outcome, round=round_number, chunks=chunks)
-            outcome = None
-        if outcome is not None:
-            yield pb.StepReply(outcome=outcome, round=result.round)
+        replies = _StepReplies(result)
+        async for message in _read(hosted, hosted.exchanged, replies.head):
+            yield message
+        if replies.outcome is not None:
+            yield replies.head(result.round)
 
-    async def step_once(self, request: pb.StepRequest) -> pb.StepReply:
+    async def step_once(self, request: pb.StepRequest) -> Sendable:
         push_id = push_id_from_proto(request.push_id)
         hosted = await self._require(request.shard, push_id.trainer_id)
         pushed: Pushed
@@ -100,12 +101,12 @@ class ShardService:
         if not await self._push(hosted, push_id, request, request, pushed):
             return pb.StepReply()
         result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
-        reply = pb.StepReply(outcome=outcome_to_proto(result), round=result.round)
+        replies = _StepReplies(result)
+        found: list[bytes] = []
         if not request.without_values:
-            async for round_number, chunks in _read(hosted, hosted.exchanged):
-                reply.round = round_number
-                reply.chunks.extend(chunks)
-        return reply
+            found = [message async for message in _read(hosted, hosted.exchanged, replies.head)]
+        # Messages put end to end are one message.
+        return b"".join(found) if found else replies.head(result.round)
 
     async def _push(
         self, hosted: HostedShard, push_id: PushId, first: pb.StepRequest, last: pb.StepRequest, pushed: Pushed
@@ -144,6 +145,18 @@ class ShardService:
         return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
 
 
+class _StepReplies:
+    """Heads of the replies to a step. The outcome rides on the first: a message more costs a small step a good part."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.outcome: pb.Outcome | None = outcome_to_proto(result)
+
+    def head(self, round_number: int) -> pb.StepReply:
+        """The next one, for values of this round."""
+        outcome, self.outcome = self.outcome, None
+        return pb.StepReply(outcome=outcome, round=round_number)
+
+
 def _memory_of(hosted: HostedShard) -> ShardMemory:
     if hosted.memory is None:
         raise SharedMemoryUnavailable("this shard's values are not in shared memory; the server's log says why")
@@ -166,26 +179,32 @@ def _stage_state(states: StateStaging, request: pb.InitialiseRequest) -> None:
         states.add_chunk(state_chunk_from_proto(chunk))
 
 
-async def _read(hosted: HostedShard, buckets: Iterable[Bucket]) -> AsyncIterator[tuple[int, list[Chunk]]]:
-    """The values of these buckets as messages, and the round they are of: the oldest, if the policy allows a mix.
+async def _read(hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[int], Message]) -> AsyncIterator[bytes]:
+    """The values of these buckets as encoded messages, each with a head for the round they are of.
+
+    That is the oldest, if the policy allows a mix. With no buckets there is no message.
 
     Raises:
         MixedRounds: a round was applied meanwhile.
     """
     packer = ChunkPacker()
     last_round: int | None = None
+
+    def packed(bucket: Bucket, round_number: int, data: memoryview) -> list[bytes]:
+        nonlocal last_round
+        if last_round is not None and last_round != round_number and not hosted.mixed_rounds:
+            raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
+        # A message may hold values of both; saying the older one hides no staleness.
+        last_round = round_number if last_round is None else last_round
+        messages = [encode(head(last_round), chunks) for chunks in packer.add(bucket, data)]
+        packer.keep()
+        return messages
+
     for bucket in buckets:
-        round_number, messages = await hosted.read(bucket, partial(_packed, packer, bucket))
-        if last_round is not None and last_round != round_number:
-            if not hosted.mixed_rounds:
-                raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
-            # A message may hold values of both; saying the older one hides no staleness.
-            round_number = last_round
-        last_round = round_number
-        for chunks in messages:
-            yield round_number, chunks
+        for message in await hosted.read(bucket, partial(packed, bucket)):
+            yield message
     if last_round is not None and (rest := packer.rest()):
-        yield last_round, rest
+        yield encode(head(last_round), rest)
 
 
 async def _read_state(hosted: HostedShard) -> AsyncIterator[tuple[int, list[StateChunk]]]:
@@ -202,10 +221,6 @@ async def _read_state(hosted: HostedShard) -> AsyncIterator[tuple[int, list[Stat
             raise MixedRounds(f"round {round_number} was applied while state of round {first_round} was read")
         for chunks in messages:
             yield first_round, chunks
-
-
-def _packed(packer: ChunkPacker, bucket: Bucket, data: memoryview) -> list[list[Chunk]]:
-    return list(packer.add(bucket, data))
 
 
 def _packed_state(bucket: Bucket, pieces: Iterable[StatePiece]) -> list[list[StateChunk]]:

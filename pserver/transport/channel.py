@@ -1,12 +1,12 @@
 """The seam between this package and a network: one primitive, implemented over gRPC and in process."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
 from pserver.errors import InternalError
-from pserver.transport.methods import Method
+from pserver.transport.methods import Method, Sendable
 
 M = TypeVar("M", bound=Message)
 
@@ -19,10 +19,8 @@ class Channel(Protocol):
         """Where the server is, for messages to users."""
         ...
 
-    def call(
-        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
-    ) -> AsyncGenerator[Message, None]:
-        """Calls an RPC of any shape; replies come as they arrive.
+    def call(self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float) -> AsyncGenerator[Any, None]:
+        """Calls an RPC of any shape; replies come as they arrive: messages of its type, or `Received` ones with chunks.
 
         Raises (while iterating):
             PserverError: what the server raised, `ServerUnavailable` if it could not be reached or the connection
@@ -43,16 +41,17 @@ class Connector(Protocol):
         ...
 
 
-async def unary(channel: Channel, method: Method, request: Message, reply_type: type[M], *, timeout_s: float) -> M:
+async def unary(channel: Channel, method: Method, request: Sendable, reply_type: type[M], *, timeout_s: float) -> M:
     """Calls an RPC that has one request and one reply."""
-    found: Message | None = None
+    assert method.reply_type is reply_type
+    found: M | None = None
     async for reply in channel.call(method, one(request), timeout_s=timeout_s):
         found = reply
-    if not isinstance(found, reply_type):
+    if found is None:
         raise InternalError(f"{method.path} at {channel.address} ended without a {reply_type.__name__}")
     return found
 
 
-async def one(message: Message) -> AsyncIterator[Message]:
+async def one(message: Sendable) -> AsyncIterator[Sendable]:
     """A stream of one message."""
     yield message

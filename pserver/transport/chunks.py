@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pserver.transport.gen.types_pb2 import Chunk
+from pserver.transport.raw_chunks import RawChunk
 from pserver.wire.layout import Bucket
 from pserver.wire.tensors import element_type
 
@@ -11,24 +11,27 @@ MESSAGE_BYTES = 1 << 20
 
 
 class ChunkPacker:
-    """Collects chunks until a message is full."""
+    """Collects chunks until a message is full. They are the memory of the buckets, not copies of it."""
 
     def __init__(self) -> None:
-        self._chunks: list[Chunk] = []
+        self._chunks: list[RawChunk] = []
         self._num_bytes = 0
 
-    def add(self, bucket: Bucket, data: memoryview) -> Iterator[list[Chunk]]:
+    def add(self, bucket: Bucket, data: memoryview) -> Iterator[list[RawChunk]]:
         """Adds a whole bucket's bytes; yields the messages that are full now."""
         code = element_type(bucket.dtype).code
         for start in range(0, len(data), MESSAGE_BYTES):
-            piece = bytes(data[start : start + MESSAGE_BYTES])
+            piece = data[start : start + MESSAGE_BYTES]
             if self._num_bytes and self._num_bytes + len(piece) > MESSAGE_BYTES:
                 yield self.rest()
-            chunk = Chunk(bucket=bucket.index, offset_bytes=start, dtype=code, data=piece)  # type: ignore[arg-type]
-            self._chunks.append(chunk)
+            self._chunks.append(RawChunk(bucket.index, start, code, piece))
             self._num_bytes += len(piece)
 
-    def rest(self) -> list[Chunk]:
+    def keep(self) -> None:
+        """Copies what is held, so that the buckets may change before the next message is full."""
+        self._chunks = [each._replace(data=bytes(each.data)) for each in self._chunks]
+
+    def rest(self) -> list[RawChunk]:
         """What is left, perhaps nothing; the packer is empty afterwards."""
         rest, self._chunks, self._num_bytes = self._chunks, [], 0
         return rest

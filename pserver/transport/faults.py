@@ -3,12 +3,11 @@
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
-
-from google.protobuf.message import Message
+from typing import Any
 
 from pserver.errors import ServerUnavailable
 from pserver.transport.channel import Channel, Connector
-from pserver.transport.methods import Method
+from pserver.transport.methods import Method, Sendable
 
 
 class FaultKind(Enum):
@@ -66,8 +65,8 @@ class _FaultyChannel:
         return self._inner.address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
-    ) -> AsyncGenerator[Message, None]:
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
         kind = self._plan.take(method.name, self.address)
         lost = ServerUnavailable(f"server at {self.address}: injected fault: {kind.value if kind else ''}")
         if kind is FaultKind.LOSE_REQUEST:
@@ -84,7 +83,7 @@ class _FaultyChannel:
         await self._inner.close()
 
 
-async def _broken(requests: AsyncIterable[Message], error: ServerUnavailable) -> AsyncIterator[Message]:
+async def _broken(requests: AsyncIterable[Sendable], error: ServerUnavailable) -> AsyncIterator[Sendable]:
     async for request in requests:
         yield request
         raise error

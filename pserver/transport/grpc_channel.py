@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from pserver.errors import ServerUnavailable
-from pserver.transport.methods import Method
+from pserver.transport.methods import Method, Sendable, encode
+from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_rpc_error
 
 _OPTIONS = (
@@ -44,8 +45,8 @@ class GrpcChannel:
         return self._address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
-    ) -> AsyncGenerator[Message, None]:
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         stub = self._stubs.get(method.path)
@@ -83,19 +84,19 @@ class GrpcChannel:
         make = getattr(self._channel, "_".join(sides))
         return make(
             method.path,
-            request_serializer=method.request_type.SerializeToString,
-            response_deserializer=method.reply_type.FromString,
+            request_serializer=encode,
+            response_deserializer=partial(decode_message, method.reply_type),
         )
 
 
 class _Requests:
     """Requests of a call, and the error that making one raised: gRPC only logs it."""
 
-    def __init__(self, requests: AsyncIterable[Message]) -> None:
+    def __init__(self, requests: AsyncIterable[Sendable]) -> None:
         self._requests = requests
         self.failure: Exception | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    async def __aiter__(self) -> AsyncIterator[Sendable]:
         try:
             async for request in self._requests:
                 yield request

@@ -7,13 +7,12 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from pserver.errors import ConfigError, DeadlineExceeded, InternalError, PserverError
-from pserver.transport.methods import ENDLESS, MAX_LARGE_REQUEST_BYTES, Handler, Method, decode
+from pserver.transport.methods import ENDLESS, MAX_LARGE_REQUEST_BYTES, Handler, Method, Sendable, decode, encode
 from pserver.transport.status import ERROR_KEY, status_code, to_wire
 
 logger = logging.getLogger(__name__)
@@ -134,11 +133,11 @@ def _rpc_handler(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any
     sides = ("stream" if each else "unary" for each in (method.client_streaming, method.server_streaming))
     make = getattr(grpc, "_".join(sides) + "_rpc_method_handler")
     # Requests are decoded inside the handler, so that a malformed one is refused by name.
-    return make(_served(method, handler, calls), response_serializer=method.reply_type.SerializeToString)
+    return make(_served(method, handler, calls), response_serializer=encode)
 
 
 def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
-    async def stream(argument: Any, context: Any) -> AsyncIterator[Message]:
+    async def stream(argument: Any, context: Any) -> AsyncIterator[Sendable]:
         try:
             with calls.counted(method):
                 async with aclosing(handler(_decoded(method, argument))) as replies:
@@ -148,7 +147,7 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
             await _read_to_end(method, argument, error)
             await _abort(context, _own_error(method, error))
 
-    async def unary(argument: Any, context: Any) -> Message | None:
+    async def unary(argument: Any, context: Any) -> Sendable | None:
         found = None
         async for reply in stream(argument, context):
             found = reply
@@ -157,7 +156,7 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
     return stream if method.server_streaming else unary
 
 
-async def _decoded(method: Method, argument: Any) -> AsyncIterator[Message]:
+async def _decoded(method: Method, argument: Any) -> AsyncIterator[Any]:
     if not method.client_streaming:
         yield decode(method, argument)
         return

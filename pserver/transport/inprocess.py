@@ -6,11 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.message import Message
-
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
 from pserver.transport.deadline import Deadline
-from pserver.transport.methods import Handler, Method, decode
+from pserver.transport.methods import Handler, Method, Sendable, decode, encode
+from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_wire, to_wire
 
 
@@ -59,8 +58,8 @@ class InProcessChannel:
         return self._address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Message], *, timeout_s: float
-    ) -> AsyncGenerator[Message, None]:
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         served = self._network.find(self._address)
@@ -69,7 +68,7 @@ class InProcessChannel:
         with self._calls.one() as closed, served.calls.one() as stopped:
             try:
                 while (reply := await self._next(replies, deadline, (closed, stopped), method)) is not None:
-                    yield method.reply_type.FromString(reply.SerializeToString())
+                    yield decode_message(method.reply_type, encode(reply))
             finally:
                 await replies.aclose()
 
@@ -79,11 +78,11 @@ class InProcessChannel:
 
     async def _next(
         self,
-        replies: AsyncGenerator[Message, None],
+        replies: AsyncGenerator[Sendable, None],
         deadline: Deadline,
         broken: tuple[asyncio.Future[None], ...],
         method: Method,
-    ) -> Message | None:
+    ) -> Sendable | None:
         coming = asyncio.ensure_future(_next_or_none(replies))
         try:
             waiting: list[asyncio.Future[Any]] = [coming, *broken]
@@ -131,10 +130,10 @@ class _Served:
     calls: _Calls = field(default_factory=_Calls)
 
 
-async def _next_or_none(replies: AsyncGenerator[Message, None]) -> Message | None:
+async def _next_or_none(replies: AsyncGenerator[Sendable, None]) -> Sendable | None:
     return await anext(replies, None)
 
 
-async def _copied(method: Method, requests: AsyncIterable[Message]) -> AsyncIterator[Message]:
+async def _copied(method: Method, requests: AsyncIterable[Sendable]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield decode(method, request.SerializeToString())
+        yield decode(method, encode(request))

@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from pserver.errors import DeadlineExceeded, InvalidRequest
 from pserver.transport.gen import coordinator_pb2, shards_pb2
+from pserver.transport.raw_chunks import decode as decode_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +66,18 @@ _LARGE = frozenset({"RegisterModel", "Link"})
 #: A client may pause this long between two messages of a stream that has an end, in seconds.
 MAX_PAUSE_S = 60.0
 
+#: A message to be sent; `bytes` is one that is encoded already (see `raw_chunks`).
+Sendable = Message | bytes
 #: A served RPC: requests in, replies out, whatever the RPC's own shape is.
-Handler = Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]]
+Handler = Callable[[AsyncIterator[Any]], AsyncGenerator[Sendable, None]]
 
 
-def decode(method: Method, data: bytes) -> Message:
+def encode(message: Sendable) -> bytes:
+    """The bytes of a message."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def decode(method: Method, data: bytes) -> Any:
     """A request from its bytes.
 
     Raises:
@@ -79,7 +87,7 @@ def decode(method: Method, data: bytes) -> Message:
     if len(data) > limit:
         raise InvalidRequest(f"{method.path}: a message of {len(data)} bytes came; at most {limit} are accepted")
     try:
-        return method.request_type.FromString(data)
+        return decode_message(method.request_type, data)
     except DecodeError as error:
         raise InvalidRequest(f"{method.path}: a message could not be decoded: {error}") from None
 
@@ -125,7 +133,7 @@ def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method,
 
 
 def _uniform(method: Method, function: Callable[[Any], Any]) -> Handler:
-    async def handler(requests: AsyncIterator[Any]) -> AsyncGenerator[Message, None]:
+    async def handler(requests: AsyncIterator[Any]) -> AsyncGenerator[Sendable, None]:
         if method.client_streaming and method.name not in ENDLESS:
             requests = _without_long_pauses(requests)
         argument = requests if method.client_streaming else await first_of(requests)

@@ -34,6 +34,7 @@ from tests.contract.transports import (
     Transport,
     chunks_of,
     grpc_transport,
+    plain,
     request_of,
     until,
 )
@@ -57,7 +58,7 @@ async def outcome(
     replies = []
     try:
         async for reply in channel.call(method, sent, timeout_s=timeout_s):
-            replies.append(reply)
+            replies.append(plain(reply))
     except PserverError as error:
         return replies, error
     return replies, None

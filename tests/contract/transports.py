@@ -13,6 +13,7 @@ from pserver.transport.grpc_server import GrpcServer
 from pserver.transport.inprocess import InProcessNetwork
 from pserver.transport.loop import LoopThread
 from pserver.transport.methods import COORDINATOR, SHARDS, Handler, Method, bind
+from pserver.transport.raw_chunks import Received, encode
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class FakeService:
 
     async def _noted(self, requests: Requests) -> Requests:
         async for request in requests:
-            self.heard.append(request)
+            self.heard.append(plain(request))
             yield request
 
 
@@ -82,7 +83,20 @@ async def _one(request: Any) -> Requests:
 async def _echo(method: Method, requests: Requests) -> AsyncIterator[Any]:
     """Replies to each request with one reply that carries the same chunks, if there is room for them."""
     async for request in requests:
-        yield method.reply_type() if method in (UNARY, CLIENT_STREAM) else method.reply_type(chunks=chunks_of(request))
+        yield (
+            method.reply_type()
+            if method in (UNARY, CLIENT_STREAM)
+            else method.reply_type(chunks=chunks_of(plain(request)))
+        )
+
+
+def plain(message: Any) -> Any:
+    """A message as protobuf's own object, to be compared."""
+    return (
+        type(message.head).FromString(encode(message.head, message.chunks))
+        if isinstance(message, Received)
+        else message
+    )
 
 
 def chunks_of(request: Any) -> Any:

@@ -84,11 +84,12 @@ def test_many_small_buckets_share_a_message():
     assert [chunk.bucket for chunk in rest] == list(range(10))
 
 
-def test_a_chunk_keeps_its_bytes_when_the_buffer_is_used_again():
+def test_a_chunk_that_is_kept_keeps_its_bytes_when_the_buffer_is_used_again():
     (bucket,) = buckets_of(64, (16, torch.float32))
     buffer = torch.ones(16)
     packer = ChunkPacker()
     assert list(packer.add(bucket, memory_of(buffer))) == []
+    packer.keep()
     buffer.zero_()
     (chunk,) = packer.rest()
     assert chunk.data == to_bytes(torch.ones(16))

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from pserver.config import ServerSettings
+from pserver.config import ServerSettings, with_sleeping_threads
 from pserver.errors import ConfigError, PserverError
 
 _DEFAULT = ServerSettings(name="s0")
@@ -97,6 +97,7 @@ def serve(
         shared_memory=shared_memory,
     )
     logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
+    with_sleeping_threads()
     _import_all(imports or ())
     from pserver.server.process import run_server
 

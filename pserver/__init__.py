@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pserver import autograd, errors, optim
+    from pserver import autograd, compress, errors, optim
     from pserver.client.cluster import Cluster, ClusterStatistics, connect
     from pserver.client.distributed import DistributedModel, distribute
     from pserver.client.step_counts import ModelStatistics
@@ -25,6 +25,7 @@ __all__ = [
     "Ssp",
     "StepResult",
     "autograd",
+    "compress",
     "connect",
     "distribute",
     "errors",

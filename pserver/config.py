@@ -41,8 +41,8 @@ def without_grpc_fork_handlers() -> None:
 def with_sleeping_threads() -> None:
     """Tells OpenMP, before torch starts it, that threads without work sleep.
 
-    By default they spin for milliseconds, on cores that trainers beside a server need: measured on two busy cores, a step
-    of 100 MB took the server 112 ms of processor time, and 33 ms with sleeping threads.
+    By default they spin for milliseconds, on cores that trainers beside a server need: measured on two busy cores, a
+    step of 100 MB took the server 112 ms of processor time, and 33 ms with sleeping threads.
     https://gcc.gnu.org/onlinedocs/libgomp/OMP_005fWAIT_005fPOLICY.html
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -7,7 +7,9 @@ import torch
 
 from pserver.core.messages import ModelSpec
 from pserver.core.sync import SyncPolicy, policy_arguments
+from pserver.errors import InvalidRequest
 from pserver.types import GroupOptions
+from pserver.wire.compress import BFloat16, Codec, Float16, NoCompression, codec_arguments
 from pserver.wire.layout import TensorSpec
 
 
@@ -25,6 +27,7 @@ class ModelDescription:
     """What a trainer shares: tensors in the order of registration, and everything that trainers must agree on.
 
     `optimizer_groups` are constructor arguments for each group, complete with defaults; `bucket_bytes` 0 chooses.
+    `compress` is the codec of gradients; `pull_dtype` what parameters are rounded to on their way here, None: nothing.
     """
 
     name: str
@@ -34,6 +37,8 @@ class ModelDescription:
     sync: SyncPolicy
     buffers: str
     bucket_bytes: int
+    compress: Codec
+    pull_dtype: torch.dtype | None
 
     def spec(self, world_size: int) -> ModelSpec:
         """The same without the tensors' values, as it travels."""
@@ -50,4 +55,16 @@ class ModelDescription:
             sync_policy_arguments=policy_arguments(self.sync),
             world_size=world_size,
             buffers=self.buffers,
+            codec=self.compress.name,
+            codec_arguments=codec_arguments(self.compress),
+            pull_codec=_pull_codec(self.pull_dtype),
         )
+
+
+def _pull_codec(dtype: torch.dtype | None) -> str:
+    if dtype is None:
+        return NoCompression.name
+    for codec in (Float16, BFloat16):
+        if codec.dtype == dtype:
+            return codec.name
+    raise InvalidRequest(f"parameters can be pulled as torch.float16 or torch.bfloat16, or as they are, not {dtype}")

@@ -15,6 +15,7 @@ from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
 from pserver.errors import InvalidRequest
 from pserver.types import StepResult
+from pserver.wire.compress import Codec, NoCompression
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class DistributedModel:
     sync: SyncPolicy
     buffers: str
     bucket_bytes: int
+    compress: Codec
+    pull_dtype: torch.dtype | None
 
     def parameter_refs(self) -> list[ParameterRef]:
         """References to the parameters that require a gradient, in order of registration."""
@@ -52,6 +55,8 @@ def distribute(
     name: str = "model",
     sync: SyncPolicy | None = None,
     buffers: str = "lowest",
+    compress: Codec | None = None,
+    pull_dtype: torch.dtype | None = None,
     cluster: Cluster | None = None,
     bucket_bytes: int = 0,
 ) -> DistributedModel:
@@ -59,7 +64,7 @@ def distribute(
 
     Args:
         module: the replica on this trainer; its parameters and buffers will be overwritten by the cluster's values.
-        name, sync, buffers, cluster, bucket_bytes: as in `RemoteOptimizer`.
+        name, sync, buffers, compress, pull_dtype, cluster, bucket_bytes: as in `RemoteOptimizer`.
     """
     return DistributedModel(
         module=module,
@@ -68,6 +73,8 @@ def distribute(
         sync=sync or Bsp(),
         buffers=buffers,
         bucket_bytes=bucket_bytes,
+        compress=compress or NoCompression(),
+        pull_dtype=pull_dtype,
     )
 
 
@@ -115,6 +122,8 @@ class DistributedOptimizer:
             sync=model.sync,
             buffers=model.buffers,
             bucket_bytes=model.bucket_bytes,
+            compress=model.compress,
+            pull_dtype=model.pull_dtype,
         )
         self._model = SharedModel(model.cluster, description)
 

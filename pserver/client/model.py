@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from pserver.core.sync import Async
 from pserver.errors import ERRORS, DeadlineExceeded, InvalidRequest, PserverError, ServerErrors
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.types import GroupOptions, StepResult
+from pserver.wire.compress import ErrorFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ class SharedModel:
         self._step = 0
         self._unsettled: Push | None = None
         self._warned = False
+        self._absent: frozenset[int] = frozenset()
+        self._codec_layout: int | None = None
+        self.codec_state: Any = None
         self._register(Replica(description, cluster.world_size), {}, replaces=0)
 
     @property
@@ -85,6 +90,9 @@ class SharedModel:
         self._replica: Replica = replica
         self._round: int = round_number
         self._step = max(self._step, last_step)
+        if self._codec_layout != replica.layout.fingerprint:
+            # What a codec remembers is of buckets; of others it knows nothing.
+            self._codec_layout, self.codec_state = replica.layout.fingerprint, replica.coding.codec.make_state()
 
     def pull_state(self) -> dict[int, dict[str, object]]:
         """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
@@ -193,15 +201,19 @@ class SharedModel:
         if push.context_id == context_id or gradients is None or not push.with_gradients:
             return push.context_id == context_id
         return all(
-            index in push.absent if each is None else self._shards.gathered(index, each)
+            index in self._absent if each is None else self._shards.gathered(index, each)
             for index, each in self._replica.by_index(gradients).items()
         )
 
     def _gather(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Makes gradients and buffers ready to be sent; returns the parameters without a gradient."""
+        """Makes gradients and buffers ready to be sent; returns the parameters without a gradient.
+
+        With error feedback there are none: a residual may be sent without one.
+        """
         tensors = self._replica.to_send(gradients)
-        self._shards.gather(tensors)
-        return frozenset(index for index, tensor in tensors.items() if tensor is None)
+        self._shards.gather(tensors, self.codec_state)
+        self._absent = frozenset(index for index, tensor in tensors.items() if tensor is None)
+        return frozenset() if isinstance(self._replica.coding.codec, ErrorFeedback) else self._absent
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard; one whose step was interrupted is left to that step."""
@@ -259,6 +271,8 @@ class SharedModel:
             self._replica.written()
             self._round = round_number
         assert push.commit is not None
+        if not (result.accepted and result.stepped):
+            self._give_back()
         self._counts.add(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.
         if not self._warned and not self._sync.mixed_rounds and result.options != push.commit.options:
@@ -271,6 +285,13 @@ class SharedModel:
                 push.commit.options,
             )
         return result
+
+    def _give_back(self) -> None:
+        """What was pushed has not been applied: what the codec has counted as sent goes out with the next gradients."""
+        codec = self._replica.coding.codec
+        if isinstance(codec, ErrorFeedback):
+            for bucket in self._replica.layout.buckets:
+                codec.give_back(self.codec_state, bucket.index)
 
     def _forget(self, push: Push) -> None:
         """The outcome of a push is known, or it was refused: what not every shard has can enter no round."""

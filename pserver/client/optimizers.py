@@ -15,7 +15,9 @@ from pserver.client.step_counts import ModelStatistics
 from pserver.core.optimizers import STATE_OPTIONS, constructor_arguments, numeric_options, optimizer_name
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Bsp, SyncPolicy
+from pserver.errors import InvalidRequest
 from pserver.types import StepResult
+from pserver.wire.compress import Codec, NoCompression
 from pserver.wire.tensors import element_type
 
 
@@ -39,6 +41,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         nonfinite: what to do if a gradient has NaN or infinite elements: "pass" steps all the same, as torch does;
             "skip" steps nothing, on all servers; "raise" steps nothing and raises on every trainer of the round.
         module: where names and buffers come from when `params` is not a module.
+        compress: how gradients travel, for example `pserver.compress.BFloat16()`; the same on every trainer. Lossy ones
+            that drop much want `ErrorFeedback` around them: `codec_state_dict` has what it keeps.
+        pull_dtype: what parameters are rounded to on their way to every trainer, torch.float16 or torch.bfloat16; the
+            servers keep theirs. None: nothing is lost.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
 
@@ -63,6 +69,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         clip_value: float | None = None,
         nonfinite: str = "pass",
         module: torch.nn.Module | None = None,
+        compress: Codec | None = None,
+        pull_dtype: torch.dtype | None = None,
         cluster: Cluster | None = None,
         bucket_bytes: int = 0,
         **kwargs: Any,
@@ -86,6 +94,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             "sync": sync or Bsp(),
             "buffers": buffers,
             "bucket_bytes": bucket_bytes,
+            "compress": compress or NoCompression(),
+            "pull_dtype": pull_dtype,
         }
         self._registered: list[dict[str, object]] = []
         self._model = SharedModel(self._cluster, self._describe())
@@ -251,6 +261,28 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         assert self._model is not None
         self._model.replace(self._describe(), self._model.pull_state())
+
+    def codec_state_dict(self) -> dict[str, torch.Tensor]:
+        """What this trainer's codec remembers (residuals, factors): own tensors, to be saved beside `state_dict`.
+
+        Every trainer has its own. The last step counts as settled.
+        """
+        assert self._model is not None
+        state = self._model.codec_state
+        return {} if state is None else dict(state.state_dict())
+
+    def load_codec_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Goes on with what `codec_state_dict` gave on this trainer; copies it.
+
+        Raises:
+            InvalidRequest: the codec was another one.
+        """
+        assert self._model is not None
+        state = self._model.codec_state
+        if state is not None:
+            state.load_state_dict(state_dict)
+        elif state_dict:
+            raise InvalidRequest(f"this codec remembers nothing, but the state has {sorted(state_dict)[:4]}")
 
     def _describe(self) -> ModelDescription:
         named: Named = unnamed(self.param_groups) if self._module is None else list(self._module.named_parameters())

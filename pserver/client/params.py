@@ -10,6 +10,7 @@ from pserver.core.rounds import BUFFER_POLICIES
 from pserver.core.sync import SyncPolicy
 from pserver.errors import InvalidRequest
 from pserver.types import GroupOptions
+from pserver.wire.compress import Codec
 from pserver.wire.layout import BUFFERS, STORED
 
 #: What an optimizer may be given: a module, tensors, (name, tensor) pairs, or group dicts of either.
@@ -53,6 +54,8 @@ def describe(
     sync: SyncPolicy,
     buffers: str,
     bucket_bytes: int,
+    compress: Codec,
+    pull_dtype: torch.dtype | None,
 ) -> ModelDescription:
     """What is shared of a module; parameters in no group travel once and are never stepped.
 
@@ -62,7 +65,7 @@ def describe(
         arguments: for the optimizer's constructor, one for each group.
         parameters: of the module, in order of registration.
         module: whose buffers travel along.
-        name, sync, buffers, bucket_bytes: as in `RemoteOptimizer`.
+        name, sync, buffers, bucket_bytes, compress, pull_dtype: as in `RemoteOptimizer`.
 
     Raises:
         InvalidRequest: an unknown policy for buffers.
@@ -82,6 +85,8 @@ def describe(
         sync=sync,
         buffers=buffers,
         bucket_bytes=bucket_bytes,
+        compress=compress,
+        pull_dtype=pull_dtype,
     )
 
 

@@ -94,6 +94,7 @@ class Registration:
             self._cluster,
             model=replica.spec.name,
             layout=replica.layout,
+            coding=replica.coding,
             device=replica.device,
             placement=placement_from_proto(reply.placement),
             epoch=reply.epoch,

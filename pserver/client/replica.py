@@ -27,6 +27,7 @@ class Replica:
     def __init__(self, description: ModelDescription, world_size: int) -> None:
         self.spec: ModelSpec = description.spec(world_size)
         self.layout: Layout = self.spec.layout()
+        self.coding = self.spec.coding(self.layout)
         tensors = description.tensors
         self.device = model_device([each.tensor for each in tensors])
         self.tensors = {index: each.tensor for index, each in enumerate(tensors)}

@@ -4,11 +4,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from pserver.client.mapped_shard import MappedShard
 from pserver.client.region import Region
+from pserver.core.coding import Coding
 from pserver.core.messages import CommitInfo, ShardPlacement
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.state_staging import StateStaging
@@ -27,8 +29,9 @@ from pserver.transport.raw_chunks import RawChunk, encode
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
-from pserver.wire.shared_buckets import BucketOffsets
+from pserver.wire.shared_buckets import BucketOffsets, tensor_over
 from pserver.wire.shm import map_segment
+from pserver.wire.tensors import memory_of
 
 #: The server gives up first, because it knows more; the transport follows after this time.
 TRANSPORT_SLACK_S = 1.0
@@ -62,7 +65,7 @@ class ShardClient:
     Args:
         channel: to the shard's server.
         placement: what the shard owns.
-        model, epoch, layout: what the messages are for.
+        model, epoch, layout, coding: what the messages are for, and how buckets travel in them.
         device: where the model's tensors are.
         traffic: counts bytes.
     """
@@ -75,6 +78,7 @@ class ShardClient:
         model: str,
         epoch: int,
         layout: Layout,
+        coding: Coding,
         device: torch.device,
         traffic: Traffic,
     ) -> None:
@@ -82,6 +86,8 @@ class ShardClient:
         self.server = placement.server
         self._address = pb.ShardAddress(model=model, epoch=epoch, fingerprint=layout.fingerprint)
         self._layout = layout
+        self._coding = coding
+        self._encoded: dict[int, memoryview] = {}
         self._device = device
         self._buckets = layout.part(placement.runs)
         self._exchanged = [bucket for bucket in self._buckets if bucket.group != STORED]
@@ -98,15 +104,20 @@ class ShardClient:
     # Memory
 
     @property
-    def mapped(self) -> "MappedShard | None":
-        """The shard's shared memory; None: everything comes and goes in messages."""
-        return self._mapped
+    def readable(self) -> MappedShard | None:
+        """Shared memory in which the values lie as trainers want them; None: they come in messages."""
+        return self._mapped if self._coding.values_are_plain else None
+
+    @property
+    def writable(self) -> MappedShard | None:
+        """Shared memory that gradients are written to; None: they go in messages."""
+        return self._mapped if self._coding.gradients_are_plain else None
 
     @cached_property
     def outgoing(self) -> Region:
         """What pushes are sent from: the mailbox, or memory of this process."""
-        if self._mapped is not None:
-            return self._mapped.outgoing
+        if self.writable is not None:
+            return self.writable.outgoing
         return Region(self._layout, BucketOffsets(self._exchanged), self._device)
 
     @cached_property
@@ -120,7 +131,16 @@ class ShardClient:
 
     def holds(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the values here of a tensor are its own: those read last, or those of the server now."""
-        return (self.incoming if self._mapped is None else self._mapped.incoming).holds(index, tensor)
+        return (self.incoming if self.readable is None else self.readable.incoming).holds(index, tensor)
+
+    def encode(self, codec_state: Any) -> None:
+        """Makes the bytes of what `outgoing` holds, once a push: a retry sends the same."""
+        futures = {
+            bucket.index: coding.encode(codec_state, tensor_over(self.outgoing.bucket_bytes(bucket), bucket.dtype))
+            for bucket in self._exchanged
+            if (coding := self._coding.of_gradients(bucket)) is not None
+        }
+        self._encoded = {index: memory_of(future.wait().cpu()) for index, future in futures.items()}
 
     async def find_memory(self, timeout_s: float) -> memoryview:
         """The nonce that proves that the server is on this machine.
@@ -184,7 +204,7 @@ class ShardClient:
             wait_s=timeout_s,
         )
         buckets = self._buckets if include_all else self._exchanged
-        receiver = _Receiver(self.where, buckets, self.incoming)
+        receiver = self._receiver(buckets)
         call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
@@ -216,17 +236,17 @@ class ShardClient:
             What became of the step, and the round of the values read (None: none were); None without a commit.
         """
         self.outgoing.wait_until_free()
-        if self._mapped is not None:
-            return await self._push_once(push, timeout_s, in_memory=push.with_gradients, without_values=True)
+        if self.writable is not None and self.readable is not None:
+            return await self._push_once(push, timeout_s, in_memory=push.with_gradients)
         if self._exchanged_bytes <= SMALL_BYTES:
-            return await self._push_once(push, timeout_s, in_memory=False, without_values=False)
+            return await self._push_once(push, timeout_s, in_memory=False)
         return await self._push_stream(push, timeout_s)
 
     async def _push_once(
-        self, push: Push, timeout_s: float, *, in_memory: bool, without_values: bool
+        self, push: Push, timeout_s: float, *, in_memory: bool
     ) -> tuple[StepResult, int | None] | None:
         request = self._step_request(push)
-        request.in_memory, request.without_values = in_memory, without_values
+        request.in_memory = in_memory
         _commit(request, push, timeout_s)
         chunks: list[RawChunk] = []
         if in_memory:
@@ -242,9 +262,9 @@ class ShardClient:
         )
         if push.commit is None:
             return None
-        if without_values:
+        if self.readable is not None:
             return self._result(reply), None
-        receiver = _Receiver(self.where, self._exchanged, self.incoming)
+        receiver = self._receiver(self._exchanged)
         self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)  # type: ignore[arg-type]
         return self._result(reply), receiver.finish()
 
@@ -258,7 +278,7 @@ class ShardClient:
             _commit(head, push, timeout_s)
             yield encode(head, held)
 
-        receiver = _Receiver(self.where, self._exchanged, self.incoming)
+        receiver = self._receiver(() if self.readable is not None else self._exchanged)
         result: StepResult | None = None
         call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
@@ -272,12 +292,16 @@ class ShardClient:
             raise InternalError(f"{self.where} ended a step without an outcome")
         return result, receiver.finish()
 
+    def _receiver(self, buckets: Sequence[Bucket]) -> "_Receiver":
+        return _Receiver(self.where, buckets, self.incoming if buckets else None, self._coding)
+
     def _step_request(self, push: Push) -> pb.StepRequest:
         return pb.StepRequest(
             shard=self._address,
             push_id=push_id_to_proto(push.push_id),
             context_id=push.context_id,
             absent_tensors=sorted(push.absent),
+            without_values=self.readable is not None,
         )
 
     def _result(self, reply: pb.StepReply) -> StepResult:
@@ -292,10 +316,13 @@ class ShardClient:
             pass
 
     def _pack(self, buckets: Iterable[Bucket], source: Region) -> Iterator[list[RawChunk]]:
+        """Chunks of what lies in a region; of `outgoing`, of what has been encoded."""
         packer = ChunkPacker()
         for bucket in buckets:
-            self._traffic.sent_bytes += bucket.num_bytes
-            yield from packer.add(bucket, source.bucket_bytes(bucket))
+            encoded = self._encoded.get(bucket.index) if source is self.outgoing else None
+            data = source.bucket_bytes(bucket) if encoded is None else encoded
+            self._traffic.sent_bytes += len(data)
+            yield from packer.add(bucket, data, None if encoded is None else torch.uint8)
         if rest := packer.rest():
             yield rest
 
@@ -307,11 +334,17 @@ def _commit(request: pb.StepRequest, push: Push, timeout_s: float) -> None:
 
 
 class _Receiver:
-    """Writes chunks into host buffers and checks that every byte came, once and of one round."""
+    """Writes chunks into host memory and checks that every byte came, once and of one round."""
 
-    def __init__(self, where: str, buckets: Iterable[Bucket], into: Region) -> None:
+    def __init__(self, where: str, buckets: Sequence[Bucket], into: Region | None, coding: Coding) -> None:
         self._where = where
-        self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets}
+        self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets} if into is not None else {}
+        self._codings = {bucket.index: found for bucket in buckets if (found := coding.of_values(bucket)) is not None}
+        self._buffers = {
+            index: memoryview(bytearray(max(each.sizes))) if each is not None else target
+            for index, target in self._targets.items()
+            for each in (self._codings.get(index),)
+        }
         self._received = dict.fromkeys(self._targets, 0)
         self._round: int | None = None
 
@@ -319,7 +352,7 @@ class _Receiver:
         """Writes one message's chunks; returns their bytes."""
         num_bytes = 0
         for chunk in chunks:
-            target = self._targets.get(chunk.bucket)
+            target = self._buffers.get(chunk.bucket)
             start, stop = chunk.offset_bytes, chunk.offset_bytes + len(chunk.data)
             if target is None or start != self._received[chunk.bucket] or stop > len(target):
                 raise InternalError(
@@ -336,14 +369,17 @@ class _Receiver:
         return num_bytes
 
     def finish(self) -> int | None:
-        """The round of everything received; None if there was nothing to receive.
+        """The round of everything received, decoded; None if there was nothing to receive.
 
         Raises:
             InternalError: something is missing.
         """
-        for index, target in self._targets.items():
-            if self._received[index] != len(target):
+        for index, buffer in self._buffers.items():
+            if self._received[index] != len(buffer):
                 raise InternalError(
-                    f"{self._where} sent {self._received[index]} of {len(target)} bytes of bucket {index}"
+                    f"{self._where} sent {self._received[index]} of {len(buffer)} bytes of bucket {index}"
                 )
+        for index, coding in self._codings.items():
+            values = coding.decode(tensor_over(self._buffers[index], torch.uint8))
+            tensor_over(self._targets[index], values.dtype).copy_(values)
         return self._round if self._targets else None

@@ -12,6 +12,7 @@ from pserver.client.fanout import fan_out
 from pserver.client.region import Region
 from pserver.client.shard_client import Push, ShardClient
 from pserver.client.step_counts import StepCounts
+from pserver.core.coding import Coding
 from pserver.core.messages import ShardPlacement
 from pserver.core.optimizer_state import StatePiece
 from pserver.errors import DeadlineExceeded, InternalError, SharedMemoryUnavailable
@@ -33,6 +34,7 @@ class Shards:
         cluster: started session.
         model: its name.
         layout: its layout.
+        coding: how its buckets travel.
         device: where its tensors are.
         placement: who owns what.
         epoch: of the placement.
@@ -45,6 +47,7 @@ class Shards:
         *,
         model: str,
         layout: Layout,
+        coding: Coding,
         device: torch.device,
         placement: Iterable[ShardPlacement],
         epoch: int,
@@ -66,6 +69,7 @@ class Shards:
                 model=model,
                 epoch=epoch,
                 layout=layout,
+                coding=coding,
                 device=device,
                 traffic=cluster.traffic,
             )
@@ -104,10 +108,16 @@ class Shards:
 
     # What is sent
 
-    def gather(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
-        """Puts gradients and buffers where pushes are sent from; None is sent as zeros. No push may be under way."""
+    def gather(self, tensors: Mapping[int, torch.Tensor | None], codec_state: Any) -> None:
+        """Puts gradients and buffers where pushes are sent from, and encodes them. No push may be under way.
+
+        Args:
+            tensors: by index in the layout; None is sent as zeros.
+            codec_state: of the model's codec on this trainer; changed in place.
+        """
         for shard in self._clients:
             shard.outgoing.gather(tensors)
+            shard.encode(codec_state)
 
     def gathered(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether that is what was gathered last, bit for bit where it is numbers."""
@@ -117,21 +127,21 @@ class Shards:
         """Sends what was gathered; with a commit, returns what became of the step. `read_` has the values then."""
         if push.with_gradients:
             for shard in self._clients:
-                if shard.mapped is not None:
-                    shard.mapped.stamp(push.push_id.sequence)
+                if shard.writable is not None:
+                    shard.writable.stamp(push.push_id.sequence)
         replies = self._cluster.run(
             self._everywhere(lambda shard, remaining_s: shard.push(push, remaining_s), "stepping")
         )
         if push.commit is None:
             return None
         results: list[StepResult] = [result for result, _ in replies]
-        # Compared as text: a norm may be NaN, which equals nothing.
-        if len({repr(result) for result in results}) > 1:
+        # Compared as text if they seem to differ: a norm may be NaN, which equals nothing.
+        if any(each != results[0] for each in results[1:]) and len({repr(each) for each in results}) > 1:
             raise InternalError(f"model {self._model!r}: shards disagree about a step: {results}")
         self._received = {
             shard.server: results[0].round if each is None else each
             for shard, (_, each) in zip(self._clients, replies, strict=True)
-            if shard.mapped is None
+            if shard.readable is None
         }
         return results[0]
 
@@ -163,8 +173,8 @@ class Shards:
         deadline = Deadline(self._cluster.settings.timeout_s)
         while deadline.remaining_s():
             for shard in self._clients:
-                if shard.server not in rounds and shard.mapped is not None:
-                    found = shard.mapped.read_(contiguous, mixed_rounds=self._mixed_rounds)
+                if shard.server not in rounds and shard.readable is not None:
+                    found = shard.readable.read_(contiguous, mixed_rounds=self._mixed_rounds)
                     if found is None:
                         in_messages.add(shard.server)
                         rounds |= self._pull([shard], 0, include_all=include_all)
@@ -177,7 +187,7 @@ class Shards:
             for shard in behind:
                 del rounds[shard.server]
             in_messages -= {shard.server for shard in behind}
-            rounds |= self._pull([shard for shard in behind if shard.mapped is None], latest, include_all=include_all)
+            rounds |= self._pull([shard for shard in behind if shard.readable is None], latest, include_all=include_all)
             in_messages |= rounds.keys() & {shard.server for shard in behind}
         else:
             raise DeadlineExceeded(
@@ -187,7 +197,7 @@ class Shards:
         for shard in self._clients:
             if shard.server in in_messages:
                 shard.incoming.scatter_(contiguous)
-            if shard.mapped is not None:
+            if shard.readable is not None:
                 shard.forget_incoming()
         for index, tensor in tensors.items():
             if contiguous[index] is not tensor:

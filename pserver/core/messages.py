@@ -5,11 +5,13 @@ link between the two keeps their order. After a broken link both sides say again
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pserver.core.coding import Coding
 from pserver.core.optimizers import optimizer_entry
 from pserver.core.rules import NO_RULES, GradientRules, NonFinite
 from pserver.types import GroupOptions
+from pserver.wire.compress import make_codec
 from pserver.wire.layout import Layout, TensorSpec, build_layout
 
 
@@ -18,7 +20,8 @@ class ModelSpec:
     """Everything that must agree between the trainers of a model.
 
     `optimizer_groups` holds the constructor arguments of each parameter group, complete with defaults; `buffers` names
-    the policy for the buffers that travel with every step (see `BUFFER_POLICIES`).
+    the policy for the buffers that travel with every step (see `BUFFER_POLICIES`). `codec` is that of the gradients,
+    `pull_codec` that of the values on their way to trainers (see `coding`).
     """
 
     name: str
@@ -30,12 +33,19 @@ class ModelSpec:
     sync_policy_arguments: Mapping[str, object]
     world_size: int
     buffers: str
+    codec: str = "none"
+    codec_arguments: Mapping[str, object] = field(default_factory=dict)
+    pull_codec: str = "none"
 
     def layout(self) -> Layout:
-        """Where each tensor lies; raises as `build_layout` and `optimizer_entry` do."""
-        return build_layout(
-            self.tensors, self.bucket_bytes, whole_tensors=not optimizer_entry(self.optimizer).elementwise
-        )
+        """Where each tensor lies; raises as `build_layout`, `optimizer_entry` and `make_codec` do."""
+        elementwise = optimizer_entry(self.optimizer).elementwise
+        codec = make_codec(self.codec, self.codec_arguments)
+        return build_layout(self.tensors, self.bucket_bytes, whole_tensors=not elementwise or codec.whole_tensors)
+
+    def coding(self, layout: Layout) -> Coding:
+        """How the buckets of its layout travel; raises as `Coding` does."""
+        return Coding(layout, self.codec, self.codec_arguments, self.pull_codec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,6 +215,7 @@ def check_spec(spec: ModelSpec) -> Layout:
     if spec.buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f"buffers must be one of {list(BUFFER_POLICIES)}, but is {spec.buffers!r}")
     layout = spec.layout()
+    spec.coding(layout)
     check_groups(spec.optimizer, spec.optimizer_groups, spec.tensors)
     return layout
 

@@ -88,6 +88,7 @@ class Shard:
         self.spec = command.spec
         self.epoch = command.epoch
         self.layout = layout or command.spec.layout()
+        self.coding = self.spec.coding(self.layout)
         self.buckets: tuple[Bucket, ...] = self.layout.part(command.runs)
         self.trained: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group >= 0)
         self.exchanged: tuple[Bucket, ...] = tuple(each for each in self.buckets if each.group != STORED)

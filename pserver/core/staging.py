@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from pserver.core.coding import BucketCoding, Coding
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import Bucket
 from pserver.wire.tensors import dtype_of_code, memory_of
@@ -37,12 +38,14 @@ class Staging:
 
     Args:
         buckets: those that may come; each must come whole, its chunks in order.
+        coding: what of them comes encoded, as bytes.
     """
 
     lent: Callable[[], bool] | None = None
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], coding: Coding | None = None) -> None:
         self._expected = {bucket.index: bucket for bucket in buckets}
+        self._coding = coding
         self._received: dict[int, int] = {}
         self._tensors: dict[int, torch.Tensor] = {}
 
@@ -57,17 +60,19 @@ class Staging:
             raise InvalidRequest(
                 f"bucket {bucket} is not expected here; this shard takes buckets {sorted(self._expected)[:8]}..."
             )
-        dtype = dtype_of_code(dtype_code)
-        if dtype != expected.dtype:
-            raise InvalidRequest(f"bucket {bucket} holds {expected.dtype}, but the chunk holds {dtype}")
+        coding = self._coding_of(expected)
+        dtype, wanted = dtype_of_code(dtype_code), expected.dtype if coding is None else torch.uint8
+        if dtype != wanted:
+            raise InvalidRequest(f"bucket {bucket} comes as {wanted}, but the chunk holds {dtype}")
+        most_bytes = expected.num_bytes if coding is None else max(coding.sizes)
         received = self._received.get(bucket, 0)
-        if offset_bytes != received or not data or received + len(data) > expected.num_bytes:
+        if offset_bytes != received or not data or received + len(data) > most_bytes:
             raise InvalidRequest(
-                f"bucket {bucket} of {expected.num_bytes} bytes: expected a chunk from byte {received} on, got "
+                f"bucket {bucket} of at most {most_bytes} bytes: expected a chunk from byte {received} on, got "
                 f"{len(data)} bytes from byte {offset_bytes} on"
             )
         if received == 0:
-            self._tensors[bucket] = torch.empty(expected.num_elements, dtype=expected.dtype)
+            self._tensors[bucket] = torch.empty(most_bytes // dtype.itemsize, dtype=dtype)
         memory_of(self._tensors[bucket])[received : received + len(data)] = data
         self._received[bucket] = received + len(data)
 
@@ -80,12 +85,22 @@ class Staging:
         """Every expected bucket as a 1-D tensor of its wire dtype; the caller owns them.
 
         Raises:
-            InvalidRequest: something is missing.
+            InvalidRequest: something is missing, or cannot be decoded.
         """
+        codings = {index: self._coding_of(bucket) for index, bucket in self._expected.items()}
         for index, bucket in self._expected.items():
-            received = self._received.get(index, 0)
-            if received != bucket.num_bytes:
+            coding, received = codings[index], self._received.get(index, 0)
+            sizes = frozenset((bucket.num_bytes,)) if coding is None else coding.sizes
+            if received not in sizes:
                 raise InvalidRequest(
-                    f"bucket {index} is incomplete: {received} of {bucket.num_bytes} bytes came before the stream ended"
+                    f"bucket {index} is incomplete: {received} of {' or '.join(map(str, sorted(sizes)))} bytes came "
+                    "before the stream ended"
                 )
-        return self._tensors
+        complete = dict(self._tensors)
+        for index, coding in codings.items():
+            if coding is not None:
+                complete[index] = coding.decode(complete[index][: self._received[index]])
+        return complete
+
+    def _coding_of(self, bucket: Bucket) -> BucketCoding | None:
+        return None if self._coding is None else self._coding.of_gradients(bucket)

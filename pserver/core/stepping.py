@@ -59,6 +59,12 @@ class BucketStepper:
         self._shape_of = dict(zip((each.tensor for each in segments), shapes or (), strict=shapes is not None))
         self._units = self._runs(lambda before, after: True)
         self._optimizer = make_optimizer(name, group, [self._piece(values, unit) for unit in self._units])
+        step: Callable[..., object] = type(self._optimizer).step
+        # Torch wraps `step` for hooks and its profiler, which nobody uses here: that doubles the price of a small step.
+        self._plain_step = getattr(step, "__wrapped__", step) if optimizer_entry(name).from_torch else step
+
+    def _step(self) -> None:
+        self._plain_step(self._optimizer)
 
     def step_(self, gradient: torch.Tensor, absent: Set[int], options: GroupOptions) -> None:
         """Steps the bucket in place.
@@ -84,8 +90,9 @@ class BucketStepper:
             if present:
                 for param, piece in present:
                     param.grad = piece
-                self._optimizer.step()
-                self._optimizer.zero_grad(set_to_none=True)
+                self._step()
+                for param, _ in present:
+                    param.grad = None
 
     def state_pieces(self) -> list[StatePiece]:
         """The optimizer state of the bucket's tensors, one piece for each key of each tensor.

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+from pserver.core.coding import Coding
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.shard import Shard
 from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
@@ -55,6 +56,11 @@ class HostedShard:
     def mixed_rounds(self) -> bool:
         """Whether a trainer may read some buckets of one round and some of another."""
         return self._shard.mixed_rounds
+
+    @property
+    def coding(self) -> Coding:
+        """How its buckets travel in messages."""
+        return self._shard.coding
 
     @property
     def epoch(self) -> int:

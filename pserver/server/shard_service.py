@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 
+import torch
 from google.protobuf.message import Message
 
 from pserver.core.optimizer_state import StatePiece
@@ -27,6 +28,8 @@ from pserver.transport.raw_chunks import encode
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
+from pserver.wire.shared_buckets import tensor_over
+from pserver.wire.tensors import memory_of
 
 
 class ShardService:
@@ -70,7 +73,7 @@ class ShardService:
         push_id = push_id_from_proto(first.push_id)
         hosted = await self._require(first.shard, push_id.trainer_id)
         with self._host.stream(push_id.trainer_id):
-            staging = Staging(hosted.exchanged)
+            staging = Staging(hosted.exchanged, hosted.coding)
             last = first
             _stage(staging, first)
             async for request in requests:
@@ -84,7 +87,7 @@ class ShardService:
             return
         result = await hosted.outcome(push_id, check_wait_s(last.wait_s))
         replies = _StepReplies(result)
-        async for message in _read(hosted, hosted.exchanged, replies.head):
+        async for message in _read(hosted, () if first.without_values else hosted.exchanged, replies.head):
             yield message
         if replies.outcome is not None:
             yield replies.head(result.round)
@@ -96,7 +99,7 @@ class ShardService:
         if request.in_memory:
             pushed = _memory_of(hosted).pushed(push_id)
         else:
-            pushed = staging = Staging(hosted.exchanged)
+            pushed = staging = Staging(hosted.exchanged, hosted.coding)
             _stage(staging, request)
         if not await self._push(hosted, push_id, request, request, pushed):
             return pb.StepReply()
@@ -192,11 +195,15 @@ async def _read(hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[
 
     def packed(bucket: Bucket, round_number: int, data: memoryview) -> list[bytes]:
         nonlocal last_round
+        dtype: torch.dtype | None = None
+        if (coding := hosted.coding.of_values(bucket)) is not None:
+            dtype = torch.uint8
+            data = memory_of(coding.encode(None, tensor_over(data, bucket.dtype)).wait())
         if last_round is not None and last_round != round_number and not hosted.mixed_rounds:
             raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
         # A message may hold values of both; saying the older one hides no staleness.
         last_round = round_number if last_round is None else last_round
-        messages = [encode(head(last_round), chunks) for chunks in packer.add(bucket, data)]
+        messages = [encode(head(last_round), chunks) for chunks in packer.add(bucket, data, dtype)]
         packer.keep()
         return messages
 

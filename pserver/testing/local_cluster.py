@@ -77,18 +77,25 @@ class LocalCluster:
         self.network.stop(self.address(server))
         await self.nodes[server].stop()
 
-    def connect(self, rank: int = 0, world_size: int = 1, *, timeout_s: float | None = None) -> Cluster:
+    def connect(
+        self, rank: int = 0, world_size: int = 1, *, timeout_s: float | None = None, transport: str | None = None
+    ) -> Cluster:
         """A trainer's session, like `pserver.connect`; its calls suffer `faults`."""
         settings = TrainerSettings.resolve(
-            self.address(0), rank=rank, world_size=world_size, timeout_s=timeout_s or self.timeout_s, environ={}
+            self.address(0),
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s or self.timeout_s,
+            transport=transport,
+            environ={},
         )
         return Cluster(settings, connect_channel=with_faults(self.network.connect, self.faults), shared_loop=self._loop)
 
-    def train(self, trainers: int, program: Callable[[Cluster], T]) -> list[T]:
+    def train(self, trainers: int, program: Callable[[Cluster], T], *, transport: str | None = None) -> list[T]:
         """Runs a program in `trainers` threads, each in its own session; returns their results by rank."""
 
         def one(rank: int) -> T:
-            with self.connect(rank, trainers) as cluster:
+            with self.connect(rank, trainers, transport=transport) as cluster:
                 return program(cluster)
 
         with ThreadPoolExecutor(trainers) as pool:

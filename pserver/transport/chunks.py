@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from pserver.transport.raw_chunks import RawChunk
 from pserver.wire.layout import Bucket
 from pserver.wire.tensors import element_type
@@ -17,9 +19,13 @@ class ChunkPacker:
         self._chunks: list[RawChunk] = []
         self._num_bytes = 0
 
-    def add(self, bucket: Bucket, data: memoryview) -> Iterator[list[RawChunk]]:
-        """Adds a whole bucket's bytes; yields the messages that are full now."""
-        code = element_type(bucket.dtype).code
+    def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
+        """Adds a whole bucket's bytes; yields the messages that are full now.
+
+        Args:
+            dtype: what the data holds; None: the bucket's own elements.
+        """
+        code = element_type(dtype or bucket.dtype).code
         for start in range(0, len(data), MESSAGE_BYTES):
             piece = data[start : start + MESSAGE_BYTES]
             if self._num_bytes and self._num_bytes + len(piece) > MESSAGE_BYTES:

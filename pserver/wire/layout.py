@@ -27,7 +27,7 @@ STORED = -1
 #: Group of buffers that travel with every step and are combined by a policy; no optimizer steps them either.
 BUFFERS = -2
 MAX_BUCKET_BYTES = 4 << 20
-MIN_BUCKET_BYTES = 4 << 10
+MIN_BUCKET_BYTES = 8 << 10
 #: A small model is cut into about this many buckets, so that it still spreads over servers.
 TARGET_NUM_BUCKETS = 16
 MAX_MODEL_BYTES = 1 << 43

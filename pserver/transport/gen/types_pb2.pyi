@@ -59,7 +59,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., group: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size", "buffers")
+    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size", "buffers", "codec", "codec_arguments", "pull_codec")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,9 @@ class ModelSpec(_message.Message):
     SYNC_POLICY_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CODEC_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
@@ -78,7 +81,10 @@ class ModelSpec(_message.Message):
     sync_policy_arguments: bytes
     world_size: int
     buffers: str
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ..., buffers: _Optional[str] = ...) -> None: ...
+    codec: str
+    codec_arguments: bytes
+    pull_codec: str
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ..., buffers: _Optional[str] = ..., codec: _Optional[str] = ..., codec_arguments: _Optional[bytes] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class BucketRun(_message.Message):
     __slots__ = ("first", "last")

@@ -1,0 +1,105 @@
+"""How the buckets of one model travel: gradients as its codec makes them, values rounded if trainers want that."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pserver.errors import InvalidRequest
+from pserver.wire.compress import (
+    BFloat16,
+    BucketShape,
+    Codec,
+    Float16,
+    GradBucket,
+    NoCompression,
+    TensorSegment,
+    codec_for,
+    make_codec,
+)
+from pserver.wire.layout import Bucket, Layout
+
+#: Codecs that values may be rounded by on their way to trainers.
+PULL_CODECS = (NoCompression.name, Float16.name, BFloat16.name)
+
+
+class BucketCoding:
+    """One bucket's codec, and the shape it needs to know."""
+
+    def __init__(self, codec: Codec, shape: BucketShape) -> None:
+        self.codec = codec
+        self.shape = shape
+
+    @cached_property
+    def sizes(self) -> frozenset[int]:
+        """Every number of bytes that the encoded bucket may have."""
+        return self.codec.sizes(self.shape)
+
+    def encode(self, state: Any, values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Bytes of the bucket's elements; see `Codec.encode`."""
+        return self.codec.encode(state, GradBucket(index=self.shape.index, buffer=values, segments=self.shape.segments))
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        """The bucket, in its wire dtype; raises InvalidRequest for what the codec never gives."""
+        return self.codec.decode(data, self.shape)
+
+
+class Coding:
+    """The codecs of a model, by bucket. Thread-safe.
+
+    Args:
+        layout: of the model.
+        codec, arguments: name and arguments of the codec of its gradients.
+        pull_codec: one of `PULL_CODECS`.
+
+    Raises:
+        InvalidRequest: no such codec, or arguments that it refuses.
+    """
+
+    def __init__(self, layout: Layout, codec: str, arguments: Mapping[str, object], pull_codec: str) -> None:
+        self._layout = layout
+        self.codec = make_codec(codec, arguments)
+        if pull_codec not in PULL_CODECS:
+            raise InvalidRequest(f"values can travel as {list(PULL_CODECS)}, not {pull_codec!r:.80}")
+        self._pull_codec = make_codec(pull_codec, {})
+        self._gradients: dict[int, BucketCoding | None] = {}
+        self._values: dict[int, BucketCoding | None] = {}
+
+    @property
+    def gradients_are_plain(self) -> bool:
+        """Whether gradients travel as they are, all of them."""
+        return isinstance(self.codec, NoCompression)
+
+    @property
+    def values_are_plain(self) -> bool:
+        """Whether values travel as they are, all of them."""
+        return isinstance(self._pull_codec, NoCompression)
+
+    def of_gradients(self, bucket: Bucket) -> BucketCoding | None:
+        """How a bucket's gradients travel; None: as they are, as buffers always do."""
+        if bucket.index not in self._gradients:
+            self._gradients[bucket.index] = self._of(self.codec, bucket)
+        return self._gradients[bucket.index]
+
+    def of_values(self, bucket: Bucket) -> BucketCoding | None:
+        """How a bucket's values travel; None: as they are."""
+        if bucket.index not in self._values:
+            self._values[bucket.index] = self._of(self._pull_codec, bucket)
+        return self._values[bucket.index]
+
+    def _of(self, codec: Codec, bucket: Bucket) -> BucketCoding | None:
+        codec = codec_for(codec, bucket.dtype)
+        if bucket.group < 0 or isinstance(codec, NoCompression):
+            return None
+        segments = []
+        for each in self._layout.segments[bucket.index]:
+            spec = self._layout.tensors[each.tensor]
+            whole = each.stop - each.start == spec.num_elements
+            segments.append(
+                TensorSegment(tensor=each.tensor, start=each.start, stop=each.stop, shape=spec.shape if whole else None)
+            )
+        shape = BucketShape(
+            index=bucket.index, dtype=bucket.dtype, num_elements=bucket.num_elements, segments=tuple(segments)
+        )
+        return BucketCoding(codec, shape)

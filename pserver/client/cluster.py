@@ -77,7 +77,8 @@ class Cluster:
         self._member: pb.JoinReply | None = None
         self._push_ids = PushIds(0)
         self._lease: LeaseKeeper | None = None
-        self._lost: asyncio.Future[PserverError] | None = None
+        self._lost: PserverError | None = None
+        self._under_way: set[asyncio.Task[Any]] = set()  # on the network loop; ended when the lease is lost
         self._closed = False
         self._process = os.getpid()
         self._token: Token[Cluster | None] | None = None
@@ -128,7 +129,7 @@ class Cluster:
         atexit.unregister(self.close)
         if self._forked:
             return
-        lost = self._lost is not None and self._lost.done()
+        lost = self._lost is not None
         if self._lease is not None:
             self._lease.close()
         if self._member is not None and not lost:
@@ -264,7 +265,6 @@ class Cluster:
         return self._process != os.getpid()
 
     async def _join(self) -> pb.JoinReply:
-        self._lost = asyncio.get_running_loop().create_future()
         request = pb.JoinRequest(nonce=self._nonce, rank=self.settings.rank, protocol=PROTOCOL_VERSION)
         deadline = Deadline(self.settings.timeout_s)
         return await self._call_coordinator("Join", request, pb.JoinReply, deadline, "joining")
@@ -288,25 +288,32 @@ class Cluster:
         return reply
 
     async def _until_lost(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        assert self._lost is not None
-        task = asyncio.ensure_future(coroutine)
+        """Runs work that ends when the lease is lost. It is this task's own: a small step has no time for another."""
+        if self._lost is not None:
+            coroutine.close()
+            raise self._lost
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
         try:
-            await asyncio.wait((task, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise self._lost.result()
-            return task.result()
+            return await coroutine
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+            task.uncancel()
+            raise self._lost from None
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self._under_way.discard(task)
 
     def _on_lost(self, error: PserverError) -> None:
         logger.error("trainer's lease is lost: %s", error)
         self._loop.spawn(self._set_lost(error))
 
     async def _set_lost(self, error: PserverError) -> None:
-        assert self._lost is not None
-        if not self._lost.done():
-            self._lost.set_result(error)
+        if self._lost is None:
+            self._lost = error
+            for task in self._under_way:
+                task.cancel()
 
     async def _close_channels(self) -> None:
         channels, self._channels = list(self._channels.values()), {}

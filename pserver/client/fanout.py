@@ -20,6 +20,8 @@ async def fan_out(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     Raises:
         PserverError: the one failure, or `ServerErrors` with all of them.
     """
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,6 +1,6 @@
 """The RPCs of one shard, as a trainer makes them."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,6 +132,14 @@ class ShardClient:
     def holds(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the values here of a tensor are its own: those read last, or those of the server now."""
         return (self.incoming if self.readable is None else self.readable.incoming).holds(index, tensor)
+
+    def read_(self, tensors: Mapping[int, torch.Tensor], *, mixed_rounds: bool) -> int | None:
+        """Copies values from shared memory into tensors; see `MappedShard.read_`."""
+        assert self.readable is not None
+        found = self.readable.read_(tensors, mixed_rounds=mixed_rounds)
+        if found is not None:
+            self._traffic.received_bytes += self._exchanged_bytes
+        return found
 
     def encode(self, codec_state: Any) -> None:
         """Makes the bytes of what `outgoing` holds, once a push: a retry sends the same."""

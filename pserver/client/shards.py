@@ -174,7 +174,7 @@ class Shards:
         while deadline.remaining_s():
             for shard in self._clients:
                 if shard.server not in rounds and shard.readable is not None:
-                    found = shard.readable.read_(contiguous, mixed_rounds=self._mixed_rounds)
+                    found = shard.read_(contiguous, mixed_rounds=self._mixed_rounds)
                     if found is None:
                         in_messages.add(shard.server)
                         rounds |= self._pull([shard], 0, include_all=include_all)

@@ -1,5 +1,6 @@
 """One server, apart from the network it is reached by: hosts, services, link."""
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from pserver.server.shard_service import ShardService
 from pserver.transport.channel import Connector
 from pserver.transport.inprocess import InProcessNetwork
 from pserver.transport.methods import COORDINATOR, SHARDS, Handler, Method, bind
+from pserver.wire.shm import sweep
+
+logger = logging.getLogger(__name__)
 
 
 class ServerNode:
@@ -43,6 +47,8 @@ class ServerNode:
             address: where trainers reach this server.
             connect: opens the channel to a coordinator elsewhere.
         """
+        if self.settings.shared_memory and (swept := sweep()):
+            logger.info("removed %d segments of shared memory whose servers have ended", len(swept))
         target = self.settings.join or address
         if self.coordinator is not None:
             self.coordinator.start()

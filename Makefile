@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo demo-policies test test-all test-gpu test-docker lint format protos check-protos bench clean
+.PHONY: venv demo demo-policies demo-codecs test test-all test-gpu test-docker lint format protos check-protos bench clean
 
 venv: $(STAMP)  ## the environment in .venv; does nothing if it is up to date
 
@@ -21,6 +21,9 @@ demo: venv  ## trains a CNN on MNIST with 2 servers and 2 trainers; results in r
 
 demo-policies: venv  ## MNIST under each sync policy with one slow trainer; picture and table in runs/policies
 	$(BIN)/python workers/compare_policies.py --out runs/policies
+
+demo-codecs: venv  ## MNIST with each codec for gradients; picture and table in runs/codecs
+	$(BIN)/python workers/compare_codecs.py --out runs/codecs
 
 test: venv  ## the default suite, a file at a time in each of two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -49,10 +52,10 @@ protos: venv  ## regenerates pserver/transport/gen
 check-protos: protos  ## fails if the generated code is not what the .proto files say
 	git diff --exit-code -- pserver/transport/gen
 
-bench: venv  ## every benchmark; figures in runs/bench
+bench: venv  ## every benchmark; figures and charts in runs/bench
 	mkdir -p runs/bench
-	for name in $$($(BIN)/python -m benchmarks --list); do \
-		$(BIN)/python -m benchmarks $$name --json runs/bench/$$name.json || exit 1; \
+	for name in $$($(BIN)/python -m benchmarks --list | cut -d ' ' -f 1); do \
+		$(BIN)/python -m benchmarks $$name --json runs/bench/$$name.json --png runs/bench/$$name.png || exit 1; \
 	done
 
 clean:  ## removes the environment, caches and results

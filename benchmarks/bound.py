@@ -1,9 +1,14 @@
-"""Binds a process to its parent: `python -m benchmarks.bound PARENT_PID PROGRAM ARGUMENT...`."""
+"""Binds a process to its parent: `python -m benchmarks.bound PARENT_PID NAMESPACE PROGRAM ARGUMENT...`.
+
+NAMESPACE is the path of the network namespace to run in, or empty for the parent's.
+"""
 
 import ctypes
 import os
 import signal
 import sys
+
+from benchmarks.namespace import enter_namespace
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,4 +30,6 @@ def die_with_parent(parent_pid: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
+    if sys.argv[2]:
+        enter_namespace(sys.argv[2])
+    os.execvp(sys.argv[3], sys.argv[3:])

@@ -1,5 +1,6 @@
 """Python functions in child processes: spawned, driven through a pipe, and never left behind."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.bound import die_with_parent
+from benchmarks.namespace import enter_namespace
 
 #: How long a child may take to answer, and to end once its pipe is closed.
 ANSWER_DEADLINE_S = 120.0
@@ -41,17 +43,24 @@ class Child:
                 f"child process {self._name} ended while an answer was due; see its traceback on stderr"
             ) from None
 
+    def hang_up(self) -> None:
+        """Closes the pipe, which tells the child to end, and does not wait for it; again is no error."""
+        self._connection.close()
+
 
 @contextmanager
-def child(target: Callable[..., None], *arguments: object) -> Iterator[Child]:
+def child(target: Callable[..., None], *arguments: object, namespace: str | None = None) -> Iterator[Child]:
     """Runs `target(connection, *arguments)` in a child process for as long as the block lasts.
 
     Leaving the block closes the pipe, which tells the child to end (see `messages`); one that does not is killed.
+    `namespace` is the path of the network namespace that it runs in; None: this process's.
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     name = f"{target.__module__}.{target.__name__}"
-    process = context.Process(target=_run, args=(os.getpid(), target, far, arguments), name=name, daemon=True)
+    process = context.Process(
+        target=_run, args=(os.getpid(), namespace, target, far, arguments), name=name, daemon=True
+    )
     process.start()
     far.close()
     try:
@@ -73,6 +82,18 @@ def messages(connection: Connection) -> Iterator[Any]:
             return
 
 
-def _run(parent_pid: int, target: Callable[..., None], connection: Connection, arguments: tuple[object, ...]) -> None:
+def _run(
+    parent_pid: int,
+    namespace: str | None,
+    target: Callable[..., None],
+    connection: Connection,
+    arguments: tuple[object, ...],
+) -> None:
     die_with_parent(parent_pid)
-    target(connection, *arguments)
+    if namespace is not None:
+        enter_namespace(namespace)
+    try:
+        target(connection, *arguments)
+    finally:
+        # Python would otherwise collect all of torch once more on its way out, which takes a second or two.
+        gc.freeze()

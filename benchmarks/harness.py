@@ -2,15 +2,35 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-#: Does the work once and returns what it took, in seconds.
+#: Does the work once and returns what it took, in seconds (in bytes, where a case counts memory).
 Side = Callable[[], float]
 
 #: Turns of each side before the first one that counts.
 WARMUP_ROUNDS = 3
+
+
+class Skip(Exception):
+    """A case cannot run on this machine; the message says why."""
+
+
+class UnknownCase(ValueError):
+    """A benchmark has no case of this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What a row's figures are in; `size` is one of it in seconds, or in bytes."""
+
+    name: str
+    size: float
+
+
+MILLISECONDS = Unit(name="ms", size=1e-3)
+MEGABYTES = Unit(name="MB", size=1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,38 +38,59 @@ class Case:
     """One comparison, with everything it needs running.
 
     `peers` maps a label to one way of configuring the peer; the fastest of them is the one that is reported.
+    `moved_bytes` is what one measurement of ours moves, if the row is to say how fast.
     """
 
-    name: str
     ours: Side
     peers: Mapping[str, Side]
+    unit: Unit = MILLISECONDS
+    moved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a case measured; `ratio` is peer_ms / ours_ms, so above 1 ours is faster."""
+    """What a case measured, in `unit`; `ratio` is theirs / ours, so above 1 ours is faster, or smaller."""
 
     case: str
-    ours_ms: float
-    peer_ms: float
+    ours: float
+    theirs: float
     peer: str
     ratio: float
+    unit: str = MILLISECONDS.name
+    mb_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A case that could not run, and why."""
+
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a run of a benchmark found."""
+
+    name: str
+    rows: Sequence[Row]
+    skipped: Sequence[Skipped]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
     """A named group of cases.
 
-    `cases(quick)` yields one context manager a case: entering it starts the processes, leaving it ends them. Cases
-    are entered one after the other, never two at a time. `rounds` and `quick_rounds` are how many turns each side
-    gets unless the user says otherwise.
+    `cases(quick)` has one context manager a case, by its name: entering it starts the processes, or raises `Skip`;
+    leaving it ends them. Cases are entered one after the other, never two at a time. `rounds` and `quick_rounds` are
+    how many turns each side gets unless the user says otherwise.
     """
 
     name: str
     summary: str
     rounds: int
     quick_rounds: int
-    cases: Callable[[bool], Iterator[AbstractContextManager[Case]]]
+    cases: Callable[[bool], Mapping[str, AbstractContextManager[Case]]]
 
 
 def timed(action: Callable[[], object], *, repeats: int = 1) -> Side:
@@ -65,7 +106,7 @@ def timed(action: Callable[[], object], *, repeats: int = 1) -> Side:
 
 
 def alternate(sides: Sequence[Side], *, rounds: int, warmup_rounds: int = WARMUP_ROUNDS) -> list[float]:
-    """Median time of each side in milliseconds, in the order of `sides`.
+    """Median of what each side returned, in the order of `sides`.
 
     A round gives each side one turn (A B A B ...), so that whatever else the machine does falls on all of them
     alike. The first `warmup_rounds` rounds are run and not counted.
@@ -74,21 +115,45 @@ def alternate(sides: Sequence[Side], *, rounds: int, warmup_rounds: int = WARMUP
         for side in sides:
             side()
     turns = [[side() for side in sides] for _ in range(rounds)]
-    return [statistics.median(of_one_side) * 1e3 for of_one_side in zip(*turns, strict=True)]
+    return [statistics.median(of_one_side) for of_one_side in zip(*turns, strict=True)]
 
 
-def measure(case: Case, *, rounds: int) -> Row:
-    """Times ours and every configuration of the peer in turn, and compares ours with the fastest of those."""
-    ours_ms, *peers_ms = alternate([case.ours, *case.peers.values()], rounds=rounds)
-    peer_ms, peer = min(zip(peers_ms, case.peers, strict=True))
-    return Row(case=case.name, ours_ms=ours_ms, peer_ms=peer_ms, peer=peer, ratio=peer_ms / ours_ms)
+def measure(name: str, case: Case, *, rounds: int) -> Row:
+    """Gives ours and every configuration of the peer their turns, and compares ours with the best of those."""
+    ours, *peers = alternate([case.ours, *case.peers.values()], rounds=rounds)
+    theirs, peer = min(zip(peers, case.peers, strict=True))
+    return Row(
+        case=name,
+        ours=ours / case.unit.size,
+        theirs=theirs / case.unit.size,
+        peer=peer,
+        ratio=theirs / ours,
+        unit=case.unit.name,
+        mb_per_s=None if case.moved_bytes is None else case.moved_bytes / MEGABYTES.size / ours,
+    )
 
 
-def run(benchmark: Benchmark, *, quick: bool, rounds: int | None = None) -> list[Row]:
-    """Measures every case of a benchmark, one after the other; `rounds` overrides the benchmark's own number."""
+def run(benchmark: Benchmark, *, quick: bool, rounds: int | None = None, only: Collection[str] = ()) -> Figures:
+    """Measures the cases of a benchmark, one after the other.
+
+    Args:
+        rounds: overrides the benchmark's own number.
+        only: names of the cases to measure; empty: all of them.
+
+    Raises:
+        UnknownCase: `only` has a name that no case has.
+    """
     num_rounds = rounds or (benchmark.quick_rounds if quick else benchmark.rounds)
-    rows = []
-    for opened in benchmark.cases(quick):
-        with opened as case:
-            rows.append(measure(case, rounds=num_rounds))
-    return rows
+    cases = benchmark.cases(quick)
+    if unknown := sorted(set(only) - set(cases)):
+        raise UnknownCase(f"benchmark {benchmark.name} has the cases {', '.join(cases)}, but not {', '.join(unknown)}")
+    rows, skipped = [], []
+    for name, opened in cases.items():
+        if only and name not in only:
+            continue
+        try:
+            with opened as case:
+                rows.append(measure(name, case, rounds=num_rounds))
+        except Skip as error:
+            skipped.append(Skipped(case=name, reason=str(error)))
+    return Figures(name=benchmark.name, rows=rows, skipped=skipped)

@@ -15,5 +15,5 @@ def make_parameters(num_tensors: int, num_bytes: int) -> list[torch.nn.Parameter
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(num_tensors)]
     for parameter in parameters:
-        parameter.grad = torch.randn(numel, generator=generator) * 1e-3
+        parameter.grad = torch.randn(numel, generator=generator).mul_(1e-3)
     return parameters

@@ -1,42 +1,96 @@
-"""Push, SGD step and pull of a large model: one trainer, one server, against torch RPC on TCP."""
+"""Push, SGD step and pull of a large model: one trainer, one server, against torch RPC and against bare floors."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import torch
-
-import pserver
 from benchmarks.cluster import running_cluster
-from benchmarks.harness import Benchmark, Case, timed
-from benchmarks.parameters import LEARNING_RATE, make_parameters
+from benchmarks.harness import Benchmark, Case, Side
+from benchmarks.network import LOOPBACK, Network, link
+from benchmarks.peers.floor_copy import copy_floor
+from benchmarks.peers.floor_socket import socket_floor
+from benchmarks.peers.rpc import LOCAL, LOCAL_BASIC, TCP, Wiring
 from benchmarks.peers.torch_rpc import torch_rpc_peer
-from pserver.optim import RemoteOptimizer
+from benchmarks.trainers import our_trainers, ready_gradients
 
 _NUM_BYTES = 100_000_000
 _QUICK_NUM_BYTES = 4_000_000
 
+_LOOPBACK = partial(nullcontext, LOOPBACK)
+_LINK = partial(link, "10gbit")
+
+Peer = Callable[["Setup", int, Network], AbstractContextManager[Mapping[str, Side]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a row measures; `options` are further arguments of our `RemoteOptimizer`."""
+
+    num_tensors: int
+    transport: str
+    peer: Peer
+    network: Callable[[], AbstractContextManager[Network]] = _LOOPBACK
+    options: Mapping[str, Any] = field(default_factory=dict)
+
 
 @contextmanager
-def _tcp(num_tensors: int, num_bytes: int) -> Iterator[Case]:
-    named = [(f"p{i}", parameter) for i, parameter in enumerate(make_parameters(num_tensors, num_bytes))]
+def _torch_rpc(
+    wirings: Sequence[Wiring], setup: Setup, num_bytes: int, network: Network
+) -> Iterator[Mapping[str, Side]]:
+    with ExitStack() as stack:
+        peers: dict[str, Side] = {}
+        for wiring in wirings:
+            peer = torch_rpc_peer(num_tensors=setup.num_tensors, num_bytes=num_bytes, wiring=wiring, network=network)
+            peers |= stack.enter_context(peer)
+        yield peers
+
+
+def _copies(setup: Setup, num_bytes: int, _network: Network) -> AbstractContextManager[Mapping[str, Side]]:
+    return copy_floor(num_tensors=setup.num_tensors, num_bytes=num_bytes)
+
+
+def _sockets(_setup: Setup, num_bytes: int, _network: Network) -> AbstractContextManager[Mapping[str, Side]]:
+    return socket_floor(num_bytes=num_bytes)
+
+
+_RPC = partial(_torch_rpc, (LOCAL,))
+_RPC_OF_MANY = partial(_torch_rpc, (LOCAL, LOCAL_BASIC))
+_RPC_TCP = partial(_torch_rpc, (TCP,))
+
+_SETUPS = {
+    "shm-1": Setup(num_tensors=1, transport="shm", peer=_RPC),
+    "shm-50": Setup(num_tensors=50, transport="shm", peer=_RPC),
+    "shm-10000": Setup(num_tensors=10_000, transport="shm", peer=_RPC_OF_MANY),
+    "tcp-1": Setup(num_tensors=1, transport="grpc", peer=_RPC_TCP),
+    "tcp-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP),
+    "link10g-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, network=_LINK),
+    "floor-copy": Setup(num_tensors=50, transport="shm", peer=_copies),
+    "floor-socket": Setup(num_tensors=50, transport="grpc", peer=_sockets),
+}
+
+
+@contextmanager
+def _case(setup: Setup, num_bytes: int) -> Iterator[Case]:
+    prepare = ready_gradients(setup.num_tensors, num_bytes, options=setup.options)
     with (
-        running_cluster(1) as address,
-        torch_rpc_peer(num_tensors=num_tensors, num_bytes=num_bytes) as peers,
-        pserver.connect(address),
+        setup.network() as network,
+        running_cluster(1, site=network.servers) as cluster,
+        setup.peer(setup, num_bytes, network) as peers,
+        our_trainers(cluster.address, prepare, transport=setup.transport, site=network.trainers) as ours,
     ):
-        optimizer = RemoteOptimizer(torch.optim.SGD, named, lr=LEARNING_RATE, name="bench")
-        yield Case(name=f"tcp-{num_tensors}", ours=timed(optimizer.step), peers=peers)
+        yield Case(ours=ours, peers=peers)
 
 
-def _cases(quick: bool) -> Iterator[AbstractContextManager[Case]]:
+def _cases(quick: bool) -> Mapping[str, AbstractContextManager[Case]]:
     num_bytes = _QUICK_NUM_BYTES if quick else _NUM_BYTES
-    for num_tensors in (1, 50):
-        yield _tcp(num_tensors, num_bytes)
+    return {name: _case(setup, num_bytes) for name, setup in _SETUPS.items()}
 
 
 BENCHMARK = Benchmark(
     name="pushpull",
-    summary="push + SGD + pull of 100 MB fp32, as 1 and as 50 tensors, against torch RPC",
+    summary="push + SGD + pull of 100 MB fp32, as 1, 50 and 10,000 tensors, against torch RPC and bare floors",
     rounds=15,
     quick_rounds=5,
     cases=_cases,

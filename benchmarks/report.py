@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Row
+from benchmarks.harness import Figures, Row
 
 
 def machine() -> str:
@@ -37,20 +36,41 @@ def _cpu_model() -> str:
     return next(models, platform.machine())
 
 
-def write_json(path: Path, *, name: str, rows: Sequence[Row]) -> None:
-    """Writes {"name", "machine", "rows"}, each row the fields of `Row`; times in milliseconds."""
-    record = {"name": name, "machine": machine(), "rows": [asdict(row) for row in rows]}
+def write_json(path: Path, figures: Figures) -> None:
+    """Writes {"name", "machine", "rows", "skipped"}; benchmarks/README.md says what a row holds."""
+    record = {
+        "name": figures.name,
+        "machine": machine(),
+        "rows": [_fields(row) for row in figures.rows],
+        "skipped": [asdict(each) for each in figures.skipped],
+    }
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def print_table(console: Console, *, name: str, rows: Sequence[Row]) -> None:
-    """Prints one line a row; the ratio is peer / ours, so above 1 ours is faster."""
-    table = Table(title=f"{name} ({machine()})")
+def _fields(row: Row) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "case": row.case,
+        f"ours_{row.unit.lower()}": row.ours,
+        f"peer_{row.unit.lower()}": row.theirs,
+        "peer": row.peer,
+        "ratio": row.ratio,
+    }
+    return fields if row.mb_per_s is None else {**fields, "mb_per_s": row.mb_per_s}
+
+
+def print_table(console: Console, figures: Figures) -> None:
+    """Prints one line a row; the ratio is peer / ours, so above 1 ours is faster, or smaller."""
+    table = Table(title=f"{figures.name} ({machine()})")
     table.add_column("case")
-    table.add_column("ours, ms", justify="right")
-    table.add_column("peer, ms", justify="right")
-    table.add_column("ratio (peer / ours)", justify="right")
+    for heading in ("ours", "peer", "ratio (peer / ours)"):
+        table.add_column(heading, justify="right")
     table.add_column("peer")
-    for row in rows:
-        table.add_row(row.case, f"{row.ours_ms:.3f}", f"{row.peer_ms:.3f}", f"{row.ratio:.2f}", row.peer)
+    if has_speeds := any(row.mb_per_s is not None for row in figures.rows):
+        table.add_column("ours, MB/s", justify="right")
+    for row in figures.rows:
+        speed = "" if row.mb_per_s is None else f"{row.mb_per_s:.0f}"
+        cells = (row.case, f"{row.ours:.3f} {row.unit}", f"{row.theirs:.3f} {row.unit}", f"{row.ratio:.2f}", row.peer)
+        table.add_row(*cells, *([speed] if has_speeds else []))
     console.print(table)
+    for each in figures.skipped:
+        console.print(f"skipped: {each.case}: {each.reason}", markup=False)

@@ -19,9 +19,10 @@ _LINES_KEPT = 40
 
 
 @contextmanager
-def server_process(command: Sequence[str]) -> Iterator[Mapping[str, str]]:
+def server_process(command: Sequence[str], *, namespace: str | None = None) -> Iterator[Mapping[str, str]]:
     """Runs `command` for as long as the block lasts; yields the fields of its ready line, {"name": "s0", ...}.
 
+    They have its "pid" among them. `namespace` is the path of the network namespace that it runs in; None: this one's.
     Leaving the block sends SIGTERM and, after `STOP_DEADLINE_S`, SIGKILL; the process also dies with this one. An
     error that leaves the block carries the last lines that the process wrote.
 
@@ -30,7 +31,7 @@ def server_process(command: Sequence[str]) -> Iterator[Mapping[str, str]]:
         TimeoutError: it was not ready within `READY_DEADLINE_S`.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.bound", str(os.getpid()), *command],
+        [sys.executable, "-m", "benchmarks.bound", str(os.getpid()), namespace or "", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,7 +39,7 @@ def server_process(command: Sequence[str]) -> Iterator[Mapping[str, str]]:
     )
     output = _Output(process)
     try:
-        yield output.wait_until_ready()
+        yield {"pid": str(process.pid), **output.wait_until_ready()}
     except BaseException as error:
         error.add_note(f"the last lines of {' '.join(command)}:\n{output.tail()}")
         raise

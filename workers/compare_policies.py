@@ -6,28 +6,21 @@ Four trainers, the last of which is five times slower; two servers.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparing import launch, table
 from policies import CANDIDATES
 
 PICTURE = "policies.png"
 TABLE = "policies.md"
-#: One run may take this long, in seconds.
-TIMEOUT_S = 300
 
 
 def run(policy: str, out: Path, passed_on: Sequence[str]) -> Mapping[str, Any]:
     """One run in processes of its own; what it left."""
-    command = [sys.executable, "-m", "pserver.cli.main", "launch", "--servers", "2", "--trainers", "4", "--no-live"]
-    script = Path(__file__).with_name("policies.py")
-    command += ["--timeout-s", str(TIMEOUT_S), str(script), "--", "--policy", policy, "--out", str(out), *passed_on]
-    subprocess.run(command, check=True)
-    found: Mapping[str, Any] = json.loads((out / f"{policy}.json").read_text())
+    arguments = ["--policy", policy, "--out", str(out), *passed_on]
+    found: Mapping[str, Any] = launch("policies.py", arguments, out / f"{policy}.json", trainers=4)
     return found
 
 
@@ -37,19 +30,17 @@ def mean_staleness(result: Mapping[str, Any]) -> float:
     return sum(rounds * count for rounds, count in histogram.items()) / max(1, sum(histogram.values()))
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: time, accuracy, and what became of the gradients."""
-    lines = [
-        "| policy | seconds | held-out accuracy | gradients counted | refused | mean staleness |",
-        "|---|---|---|---|---|---|",
+def row(result: Mapping[str, Any]) -> list[str]:
+    """Time, accuracy, and what became of the gradients."""
+    last = result["curve"][-1]
+    return [
+        f"`{result['policy']}`",
+        f"{last['seconds']:.1f}",
+        f"{100 * last['accuracy']:.1f} %",
+        str(result["num_accepted"]),
+        str(result["num_rejected"]),
+        f"{mean_staleness(result):.1f}",
     ]
-    for result in results.values():
-        last = result["curve"][-1]
-        lines.append(
-            f"| `{result['policy']}` | {last['seconds']:.1f} | {100 * last['accuracy']:.1f} % "
-            f"| {result['num_accepted']} | {result['num_rejected']} | {mean_staleness(result):.1f} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -84,8 +75,10 @@ def main() -> None:
     arguments, passed_on = parser.parse_known_args()
     results = {policy: run(policy, arguments.out, passed_on) for policy in arguments.only}
     draw(results, arguments.out / PICTURE)
-    (arguments.out / TABLE).write_text(table(results))
-    print(f"\n{table(results)}\ncurves in {arguments.out / PICTURE}")
+    header = ["policy", "seconds", "held-out accuracy", "gradients counted", "refused", "mean staleness"]
+    shown = table(header, [row(each) for each in results.values()])
+    (arguments.out / TABLE).write_text(shown)
+    print(f"\n{shown}\ncurves in {arguments.out / PICTURE}")
 
 
 if __name__ == "__main__":

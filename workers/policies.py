@@ -8,21 +8,15 @@ policies get the same number of gradients; the learning rate grows with the grad
 
 import argparse
 import json
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from mnist import DigitsNet, accuracy_on
-from mnist_data import Digits, load_digits, random_shift, split
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from comparing import Snapshot, batches, measure, train
+from mnist import DigitsNet
+from mnist_data import Digits, load_digits, split
 
 import pserver
-
-NUM_MEASUREMENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +45,9 @@ CANDIDATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """The parameters at one moment: seconds since the first step, the round, and the held-out accuracy."""
-
-    seconds: float
-    round: int
-    accuracy: float
-
-
-def batches(digits: Digits, *, size: int, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shifted random batches without end, other ones on every rank."""
-    rng = np.random.default_rng([seed, rank])
-    while True:
-        batch = digits.subset(torch.from_numpy(rng.integers(len(digits), size=size)))
-        yield random_shift(batch.images, rng), batch.labels
-
-
-def train(cluster: pserver.Cluster, arguments: argparse.Namespace, digits: Digits) -> list[tuple[float, int, dict]]:
-    """Takes steps until the gradients are used up; returns (seconds, round, parameters) at equal distances."""
+def run(cluster: pserver.Cluster, arguments: argparse.Namespace, digits: Digits) -> list[Snapshot]:
+    """Takes steps until the gradients are used up."""
     candidate = CANDIDATES[arguments.policy]
-    num_rounds = arguments.gradients // candidate.num_gradients
     torch.manual_seed(arguments.seed)
     model = DigitsNet()
     optimizer = pserver.optim.RemoteOptimizer(
@@ -82,37 +58,16 @@ def train(cluster: pserver.Cluster, arguments: argparse.Namespace, digits: Digit
         name="mnist",
         sync=candidate.sync,
     )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_rounds)
     slowdown = arguments.slowdown if cluster.rank == cluster.world_size - 1 else 1.0
-    step_s = arguments.step_ms / 1000 * slowdown
-    snapshots: list[tuple[float, int, dict]] = []
-    start_s = time.monotonic()
-    for images, labels in batches(digits, size=arguments.batch_size, seed=arguments.seed, rank=cluster.rank):
-        begun_s = time.monotonic()
-        loss = cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        time.sleep(max(0.0, begun_s + step_s - time.monotonic()))
-        optimizer.step()
-        cluster.report(loss=loss.item())
-        if optimizer.round >= num_rounds * len(snapshots) / NUM_MEASUREMENTS:
-            values = {name: value.clone() for name, value in model.state_dict().items()}
-            snapshots.append((time.monotonic() - start_s, optimizer.round, values))
-        if optimizer.round >= num_rounds:
-            return snapshots
-        while schedule.last_epoch < optimizer.round:
-            schedule.step()
-    raise AssertionError("batches have no end")
-
-
-def measure(snapshots: list[tuple[float, int, dict]], held_out: Digits) -> list[Measurement]:
-    """The accuracy of each snapshot."""
-    model = DigitsNet()
-    found = []
-    for seconds, round_number, values in snapshots:
-        model.load_state_dict(values)
-        found.append(Measurement(seconds, round_number, accuracy_on(model, held_out)))
-    return found
+    examples = batches(digits, size=arguments.batch_size, seed=arguments.seed, rank=cluster.rank)
+    return train(
+        cluster,
+        model,
+        optimizer,
+        examples,
+        num_rounds=arguments.gradients // candidate.num_gradients,
+        step_s=arguments.step_ms / 1000 * slowdown,
+    )
 
 
 def main() -> None:
@@ -132,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digits, held_out = split(load_digits(arguments.cache_dir))
     with pserver.connect() as cluster:
-        snapshots = train(cluster, arguments, digits)
+        snapshots = run(cluster, arguments, digits)
         if cluster.rank != 0:
             return
         (model,) = cluster.status().models

@@ -5,6 +5,7 @@ https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html (cudaHo
 
 import logging
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,9 +35,20 @@ def registered_with_driver(memory: memoryview, driver: Any = None) -> memoryview
             tensor.numel(),
             int(result),
         )
+        if driver is None:
+            _forget_last_error()
         return memory
     weakref.finalize(memory.obj, _unregister, cudart, address)
     return memory
+
+
+def _forget_last_error() -> None:
+    """Takes the refusal back: the thread's next kernel, whatever it is, would be blamed for it.
+
+    https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__ERROR.html (cudaGetLastError)
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 def _unregister(cudart: Any, address: int) -> None:

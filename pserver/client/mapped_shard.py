@@ -9,6 +9,8 @@ from pserver.client.region import Region
 from pserver.wire.layout import Bucket, Layout
 from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
 
+#: Stamp of a mailbox that is being written; pushes are numbered from 1.
+NO_PUSH = 0
 #: A reader that raced a writer tries again this often, then asks by RPC.
 MAX_TRIES = 8
 #: Before each of these tries it waits twice as long as before, from this many seconds on.
@@ -50,7 +52,7 @@ class MappedShard:
         self.outgoing = Region(layout, self._mailbox.offsets, device, mailbox)
 
     def stamp(self, sequence: int) -> None:
-        """Says that every bucket in the mailbox is of this push. Write them first."""
+        """Says that every bucket in the mailbox is of this push. Write them first, and before that stamp `NO_PUSH`."""
         for bucket in self._mailbox.offsets.buckets:
             self._mailbox.set_word(bucket.index, sequence)
 

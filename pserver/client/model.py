@@ -21,7 +21,8 @@ from pserver.core.sync import Async
 from pserver.errors import ERRORS, DeadlineExceeded, InvalidRequest, PserverError, ServerErrors
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.types import GroupOptions, StepResult
-from pserver.wire.compress import ErrorFeedback
+from pserver.wire.compress import Codec, ErrorFeedback
+from pserver.wire.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class SharedModel:
         if self._codec_layout != replica.layout.fingerprint:
             # What a codec remembers is of buckets; of others it knows nothing.
             self._codec_layout, self.codec_state = replica.layout.fingerprint, replica.coding.codec.make_state()
+            self._undecided: _Undecided = _Undecided(replica.coding.codec, self.codec_state)
 
     def pull_state(self) -> dict[int, dict[str, object]]:
         """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
@@ -117,7 +119,7 @@ class SharedModel:
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
             context_id=context_id,
-            absent=self._gather(gradients),
+            absent=self._gather(context_id, gradients),
             with_gradients=True,
             commit=None,
         )
@@ -167,7 +169,7 @@ class SharedModel:
             return self._told(settled)
         absent: Set[int] = frozenset()
         if gradients is not None:
-            absent = self._gather(gradients)
+            absent = self._gather(context_id, gradients, counts=samples > 0)
         self._step += 1
         self._unsettled = Push(
             push_id=self._cluster.push_ids.issue(),
@@ -205,15 +207,26 @@ class SharedModel:
             for index, each in self._replica.by_index(gradients).items()
         )
 
-    def _gather(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Makes gradients and buffers ready to be sent; returns the parameters without a gradient.
+    def _gather(
+        self, context_id: int, gradients: Sequence[torch.Tensor | None], *, counts: bool = True
+    ) -> frozenset[int]:
+        """Makes gradients and buffers ready to be sent; returns the parameters of which nothing is sent.
 
-        With error feedback there are none: a residual may be sent without one.
+        Args:
+            counts: whether the gradients have weight in the mean; if not, what the codec remembers stays as it is.
         """
+        codec = self._replica.coding.codec
         tensors = self._replica.to_send(gradients)
-        self._shards.gather(tensors, self.codec_state)
         self._absent = frozenset(index for index, tensor in tensors.items() if tensor is None)
-        return frozenset() if isinstance(self._replica.coding.codec, ErrorFeedback) else self._absent
+        absent = self._absent - self._undecided.kept_of(self._absent, self._replica.layout)
+        try:
+            self._shards.gather(tensors, self.codec_state if counts else codec.make_state())
+        except BaseException:
+            self._undecided.add(context_id)
+            self._undecided.give_back(context_id, last_only=True)
+            raise
+        self._undecided.add(context_id)
+        return absent
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard; one whose step was interrupted is left to that step."""
@@ -222,6 +235,7 @@ class SharedModel:
             if push.commit is not None:
                 return
             self._forget(push)
+        self._undecided.forget(context_id)
         with self._cluster.push_ids.one() as push_id:
             self._shards.drop_context(push_id, context_id)
 
@@ -256,11 +270,11 @@ class SharedModel:
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except InvalidRequest:
-            self._forget(push)
+            self._refused(push)
             raise
         except ServerErrors as error:
             if any(isinstance(each, InvalidRequest) for each in error.exceptions):
-                self._forget(push)
+                self._refused(push)
             if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
                 raise
             raise self._explained(error) from error
@@ -271,8 +285,10 @@ class SharedModel:
             self._replica.written()
             self._round = round_number
         assert push.commit is not None
-        if not (result.accepted and result.stepped):
-            self._give_back()
+        if result.accepted and result.stepped and push.commit.samples:
+            self._undecided.forget(push.context_id)
+        else:
+            self._undecided.give_back(push.context_id)
         self._counts.add(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.
         if not self._warned and not self._sync.mixed_rounds and result.options != push.commit.options:
@@ -286,12 +302,11 @@ class SharedModel:
             )
         return result
 
-    def _give_back(self) -> None:
-        """What was pushed has not been applied: what the codec has counted as sent goes out with the next gradients."""
-        codec = self._replica.coding.codec
-        if isinstance(codec, ErrorFeedback):
-            for bucket in self._replica.layout.buckets:
-                codec.give_back(self.codec_state, bucket.index)
+    def _refused(self, push: Push) -> None:
+        """A push will be in no round, since not every shard has it."""
+        self._forget(push)
+        if push.with_gradients:
+            self._undecided.give_back(push.context_id, last_only=True)
 
     def _forget(self, push: Push) -> None:
         """The outcome of a push is known, or it was refused: what not every shard has can enter no round."""
@@ -313,3 +328,52 @@ class SharedModel:
                     + (f" and for {model.missing_trainers} trainers to attach" if model.missing_trainers else "")
                 )
         return DeadlineExceeded(str(error))
+
+
+class _Undecided:
+    """What error feedback has counted as sent, by context, until it is known whether it is applied.
+
+    Args:
+        codec, state: of the model on this trainer; for another codec than error feedback nothing is kept.
+    """
+
+    def __init__(self, codec: Codec, state: Any) -> None:
+        self._codec = codec if isinstance(codec, ErrorFeedback) else None
+        self._state = state
+        self._pushes: dict[int, list[dict[int, Any]]] = {}
+
+    def add(self, context_id: int) -> None:
+        """What has just been encoded is one more push of this context."""
+        if self._codec is not None:
+            self._pushes.setdefault(context_id, []).append(self._state.sent)
+            self._state.sent = {}
+
+    def forget(self, context_id: int) -> None:
+        """The context has been applied, or is not wanted any more."""
+        self._pushes.pop(context_id, None)
+
+    def give_back(self, context_id: int, *, last_only: bool = False) -> None:
+        """The context, or its last push, has not been applied: it goes out with later gradients."""
+        pushes = self._pushes.pop(context_id, [])
+        if self._codec is None or not pushes:
+            return
+        for sent in pushes[-1:] if last_only else pushes:
+            self._state.sent = sent
+            for bucket in sent.keys() & self._state.residuals.keys():
+                self._codec.give_back(self._state, bucket)
+        self._state.sent = {}
+        if last_only and pushes[:-1]:
+            self._pushes[context_id] = pushes[:-1]
+
+    def kept_of(self, tensors: Set[int], layout: Layout) -> frozenset[int]:
+        """Those of some tensors of which something is kept: it may be sent without a gradient."""
+        if self._codec is None or not tensors:
+            return frozenset()
+        return frozenset(
+            segment.tensor
+            for bucket, segments in enumerate(layout.segments)
+            for segment in segments
+            if segment.tensor in tensors
+            and (residual := self._state.residuals.get(bucket)) is not None
+            and residual[segment.start : segment.stop].any()
+        )

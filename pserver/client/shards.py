@@ -9,6 +9,7 @@ import torch
 
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
+from pserver.client.mapped_shard import NO_PUSH
 from pserver.client.region import Region
 from pserver.client.shard_client import Push, ShardClient
 from pserver.client.step_counts import StepCounts
@@ -116,6 +117,8 @@ class Shards:
             codec_state: of the model's codec on this trainer; changed in place.
         """
         for shard in self._clients:
+            if shard.writable is not None:
+                shard.writable.stamp(NO_PUSH)
             shard.outgoing.gather(tensors)
             shard.encode(codec_state)
 

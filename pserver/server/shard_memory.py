@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pserver.errors import InvalidRequest
+from pserver.errors import InvalidRequest, SharedMemoryUnavailable
 from pserver.types import PushId
 from pserver.wire.layout import Bucket
 from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
@@ -26,6 +26,7 @@ class ShardMemory:
     """
 
     def __init__(self, buckets: Sequence[Bucket], exchanged: Sequence[Bucket], *, fingerprint: int, epoch: int) -> None:
+        self._closed = False
         self._label = (fingerprint, epoch)
         self._exchanged = BucketOffsets(exchanged)
         self._mailboxes: dict[int, tuple[Segment, SharedBuckets]] = {}
@@ -57,7 +58,8 @@ class ShardMemory:
 
     def extend_lease(self, until_ns: int) -> None:
         """Until when these values may be read without asking, in ns of the machine's monotonic clock."""
-        self._values.lease_ns = until_ns
+        if not self._closed:
+            self._values.lease_ns = until_ns
 
     # Mailboxes
 
@@ -65,8 +67,10 @@ class ShardMemory:
         """The name of a trainer's mailbox, made if it has none.
 
         Raises:
-            SharedMemoryUnavailable: there is not enough memory.
+            SharedMemoryUnavailable: there is not enough memory, or it has been closed.
         """
+        if self._closed:
+            raise SharedMemoryUnavailable("the model has ended, and its memory with it")
         known = self._mailboxes.get(trainer_id)
         if known is None:
             segment = Segment(self._exchanged.num_bytes)
@@ -94,6 +98,7 @@ class ShardMemory:
 
     def close(self) -> None:
         """Removes everything; readers see that the lease is over, and ask."""
+        self._closed = True
         self._values.lease_ns = 0
         self._segment.close()
         for trainer_id in list(self._mailboxes):

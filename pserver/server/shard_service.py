@@ -83,6 +83,7 @@ class ShardService:
                 last = request
                 _stage(staging, last)
             committed = await self._push(hosted, push_id, first, last, staging)
+            del staging  # a commit may wait for long, and be repeated meanwhile: what waits holds nothing
         if not committed:
             return
         result = await hosted.outcome(push_id, check_wait_s(last.wait_s))
@@ -95,13 +96,7 @@ class ShardService:
     async def step_once(self, request: pb.StepRequest) -> Sendable:
         push_id = push_id_from_proto(request.push_id)
         hosted = await self._require(request.shard, push_id.trainer_id)
-        pushed: Pushed
-        if request.in_memory:
-            pushed = _memory_of(hosted).pushed(push_id)
-        else:
-            pushed = staging = Staging(hosted.exchanged, hosted.coding)
-            _stage(staging, request)
-        if not await self._push(hosted, push_id, request, request, pushed):
+        if not await self._push(hosted, push_id, request, request, _pushed(hosted, push_id, request)):
             return pb.StepReply()
         result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
         replies = _StepReplies(result)
@@ -134,6 +129,7 @@ class ShardService:
         self._host.proof.check(request.nonce)
         hosted = await self._require(request.shard, request.trainer_id)
         async with hosted.exclusive():
+            self._host.require_living(request.trainer_id)  # its lease may have ended while others had the shard
             memory = _memory_of(hosted)
             return pb.OpenMemoryReply(values=memory.name, mailbox=memory.open_mailbox(request.trainer_id))
 
@@ -164,6 +160,15 @@ def _memory_of(hosted: HostedShard) -> ShardMemory:
     if hosted.memory is None:
         raise SharedMemoryUnavailable("this shard's values are not in shared memory; the server's log says why")
     return hosted.memory
+
+
+def _pushed(hosted: HostedShard, push_id: PushId, request: pb.StepRequest) -> Pushed:
+    """What a step of one message brings: in it, or in the trainer's mailbox."""
+    if request.in_memory:
+        return _memory_of(hosted).pushed(push_id)
+    staging = Staging(hosted.exchanged, hosted.coding)
+    _stage(staging, request)
+    return staging
 
 
 def _absent(indices: Sequence[int], num_tensors: int) -> frozenset[int]:

@@ -99,6 +99,8 @@ def requests_of(world: World, trainer_id: int) -> dict[str, list[Message]]:
         "Pull": [shards_pb2.PullRequest(shard=address, trainer_id=trainer_id)],
         "PullState": [shards_pb2.PullStateRequest(shard=address, trainer_id=trainer_id)],
         "Step": [shards_pb2.StepRequest(shard=address, push_id=push_id, chunks=world.victim_model.chunks({}))],
+        "StepOnce": [shards_pb2.StepRequest(shard=address, push_id=push_id, chunks=world.victim_model.chunks({}))],
+        "OpenMemory": [shards_pb2.OpenMemoryRequest(shard=address, trainer_id=trainer_id, nonce=world.nonce())],
         "DropContext": [shards_pb2.DropContextRequest(shard=address, push_id=push_id)],
     }
 
@@ -471,6 +473,7 @@ def test_waits_without_end_are_refused(wait_s: float, world: World, victims: Wir
         "Pull": [shards_pb2.PullRequest(shard=victims.address(), trainer_id=trainer_id, wait_s=wait_s)],
         "PullState": [shards_pb2.PullStateRequest(shard=victims.address(), trainer_id=trainer_id, wait_s=wait_s)],
         "Step": [*victims.step_requests({}, wait_s=wait_s)],
+        "StepOnce": [victims.push_request({}, wait_s=wait_s, commit=victims.commit())],
         "RegisterModel": [victims.trainer.register_request(model_spec("m"), wait_s=wait_s)],
     }
     waiting = {name for name, each in METHODS.items() if "wait_s" in each.request_type.DESCRIPTOR.fields_by_name}
@@ -561,11 +564,12 @@ def test_chunks_follow_each_other(offset: int, size: int, world: World, victims:
         types_pb2.Chunk(bucket=0, offset_bytes=0, dtype=whole.dtype, data=whole.data[:64]),
         types_pb2.Chunk(bucket=0, offset_bytes=offset, dtype=whole.dtype, data=bytes(size)),
     ]
-    first, last = victims.step_requests({}, chunks=[*pieces, *others])
-    with pytest.raises(
-        InvalidRequest, match=f"expected a chunk from byte 64 on, got {size} bytes from byte {offset} on"
-    ):
-        world.call("Step", first, last)
+    chunks = [*pieces, *others]
+    message = f"expected a chunk from byte 64 on, got {size} bytes from byte {offset} on"
+    with pytest.raises(InvalidRequest, match=message):
+        world.call("Step", *victims.step_requests({}, chunks=chunks))
+    with pytest.raises(InvalidRequest, match=message):
+        world.call("StepOnce", victims.push_request({}, chunks=chunks, commit=victims.commit()))
     assert world.footprint().num_contexts == 0
 
 
@@ -836,9 +840,14 @@ def test_messages_for_another_layout_or_epoch_or_model_are_refused(world: World,
         ({"epoch": HUGE}, StaleEpoch),
         ({"model": "none"}, UnknownModel),
     ):
-        first, last = victims.step_requests({}, shard=victims.address(**replaced))
-        with pytest.raises(error):
-            world.call("Step", first, last)
+        address = victims.address(**replaced)
+        for name, *requests in (
+            ("Step", *victims.step_requests({}, shard=address)),
+            ("StepOnce", victims.push_request({}, shard=address)),
+            ("OpenMemory", victims.open_memory_request(shard=address)),
+        ):
+            with pytest.raises(error):
+                world.call(name, *requests)
 
 
 # Versions

@@ -159,6 +159,30 @@ def step(attacker: Attacker, random: Random) -> list[Message]:
     return [first, last]
 
 
+def step_once(attacker: Attacker, random: Random) -> list[Message]:
+    model = random.choice((attacker.ready, attacker.victim))
+    request = model.push_request({}, context_id=random.randrange(1 << 30), absent_tensors=[0])
+    request.without_values = random.choice((True, False))
+    if random.random() < 0.5:
+        sequence = request.push_id.sequence
+        for bucket in model.mailbox().offsets.buckets:
+            model.mailbox().set_word(bucket.index, random.choice((sequence, sequence, sequence, sequence - 1, -1)))
+        del request.chunks[:]
+        request.in_memory = True
+    if random.random() < 0.5:
+        request.commit.CopyFrom(model.commit())
+        request.wait_s = WAIT_S
+    return [request]
+
+
+def find_memory(attacker: Attacker, random: Random) -> list[Message]:
+    return [shards_pb2.FindMemoryRequest()]
+
+
+def open_memory(attacker: Attacker, random: Random) -> list[Message]:
+    return [attacker.some_model(random).open_memory_request()]
+
+
 def drop_context(attacker: Attacker, random: Random) -> list[Message]:
     model = attacker.some_model(random)
     push_id = attacker.trainer.push_id()
@@ -178,6 +202,9 @@ CASES: dict[str, Case] = {
     "Pull": pull,
     "PullState": pull_state,
     "Step": step,
+    "StepOnce": step_once,
+    "FindMemory": find_memory,
+    "OpenMemory": open_memory,
     "DropContext": drop_context,
 }
 
@@ -297,7 +324,7 @@ def test_memory_is_flat_over_many_spoiled_requests(rounds: int, world: World) ->
 
     def one_round(seed: int) -> None:
         random = Random(seed)
-        for name in ("Join", "Renew", "RegisterModel", "Initialise", "Step", "Pull"):
+        for name in ("Join", "Renew", "RegisterModel", "Initialise", "Step", "StepOnce", "OpenMemory", "Pull"):
             attack(world, name, random, 4)
         for _ in range(4):
             first = shards_pb2.InitialiseRequest(shard=large.address(), push_id=large.trainer.push_id())

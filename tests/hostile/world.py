@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pserver.config import ServerSettings
+from pserver.core.coding import Coding
 from pserver.core.messages import ModelSpec
 from pserver.core.optimizers import constructor_arguments, numeric_options
 from pserver.core.staging import Staging
@@ -31,7 +32,9 @@ from pserver.transport.loop import LoopThread
 from pserver.transport.methods import COORDINATOR, SHARDS, Method
 from pserver.transport.status import ERROR_KEY, from_rpc_error
 from pserver.types import PROTOCOL_VERSION
-from pserver.wire.layout import Bucket, Layout, TensorSpec
+from pserver.wire.layout import STORED, Bucket, Layout, TensorSpec
+from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
+from pserver.wire.shm import map_segment
 from pserver.wire.tensors import element_type, from_bytes, to_bytes
 from tests.waiting import POLL_S, until
 
@@ -206,6 +209,7 @@ class World:
         core = self.node.coordinator.core
         (hosted, *_) = (each for name, each in shards._shards.items() if name == self.victim_model.spec.name)
         shard = hosted._shard
+        assert hosted.memory is not None
         return Footprint(
             models=sorted({*core._models, *shards._shards} - {self.victim_model.spec.name}),
             num_contexts=shard.num_contexts,
@@ -213,8 +217,14 @@ class World:
             num_initial=len(shard._initial),
             num_living=len(shards._living - {self.victim.trainer_id}),
             num_streams=sum(shards._streams.values()),
+            num_mailboxes=len(hosted.memory._mailboxes.keys() - {self.victim.trainer_id}),
             num_members=len(core._membership.members) - 1,
         )
+
+    def nonce(self) -> bytes:
+        """What proves to be on the server's machine."""
+        (found,) = self.call("FindMemory", shards_pb2.FindMemoryRequest())
+        return bytes(map_segment(found.segment, writable=False))
 
     def status(self) -> coordinator_pb2.StatusReply:
         """What the coordinator says."""
@@ -246,9 +256,13 @@ class HeldCall:
         """Waits for the server to end the call."""
         return self._future.result(POLL_S)
 
-    def finish(self) -> Outcome:
-        """Says that no more comes, and waits for the end."""
+    def end(self) -> None:
+        """Says that no more comes."""
         self._world.loop._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+
+    def finish(self) -> Outcome:
+        """Says that no more comes, and waits for the server to end the call."""
+        self.end()
         return self.outcome()
 
     def break_off(self) -> None:
@@ -266,6 +280,7 @@ class Footprint:
     num_initial: int = 0
     num_living: int = 0
     num_streams: int = 0
+    num_mailboxes: int = 0
     num_members: int = 0
 
     def __eq__(self, other: object) -> bool:
@@ -281,8 +296,8 @@ _staged: weakref.WeakSet[Any] = weakref.WeakSet()
 class CountedStaging(Staging):
     """Known to `num_staged` for as long as it lives."""
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        super().__init__(buckets)
+    def __init__(self, buckets: Iterable[Bucket], coding: Coding | None = None) -> None:
+        super().__init__(buckets, coding)
         _staged.add(self)
 
 
@@ -436,6 +451,7 @@ class WireModel:
         self.layout: Layout = spec.layout()
         self._step = itertools.count(1)
         self._context = itertools.count(1)
+        self._mailbox: SharedBuckets | None = None
 
     def address(self, **replaced: Any) -> shards_pb2.ShardAddress:
         """Whom messages are for."""
@@ -483,6 +499,24 @@ class WireModel:
             **replaced,
         }
         return shards_pb2.StepRequest(**fields)
+
+    def open_memory_request(self, **replaced: Any) -> shards_pb2.OpenMemoryRequest:
+        """An OpenMemory with the server's nonce."""
+        fields = {
+            "shard": self.address(),
+            "trainer_id": self.trainer.trainer_id,
+            "nonce": self.world.nonce(),
+            **replaced,
+        }
+        return shards_pb2.OpenMemoryRequest(**fields)
+
+    def mailbox(self) -> SharedBuckets:
+        """This trainer's mailbox, opened when it is first needed."""
+        if self._mailbox is None:
+            (opened,) = self.world.call("OpenMemory", self.open_memory_request())
+            exchanged = [bucket for bucket in self.layout.buckets if bucket.group != STORED]
+            self._mailbox = SharedBuckets(map_segment(opened.mailbox, writable=True), BucketOffsets(exchanged))
+        return self._mailbox
 
     def step(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A whole step; returns the new parameters. Computed on the last round."""

@@ -29,6 +29,7 @@ from tests.numerics.training import (
     train_on_averages,
     values,
 )
+from tests.routes import Route
 from tests.waiting import set_timeout
 
 
@@ -194,21 +195,23 @@ def test_late_gradients_are_never_dropped_without_a_word(sync: SyncPolicy, clust
         assert second.step(2.0).accepted
 
 
-def test_bulk_synchronous_is_strict_even_if_one_trainer_is_told_late(cluster: LocalCluster, name: str) -> None:
+def test_bulk_synchronous_is_strict_even_if_one_trainer_is_told_late(
+    cluster: LocalCluster, name: str, route: Route
+) -> None:
     """A trainer whose replies are lost holds the others up; nobody runs ahead, and no old gradient is added.
 
     "BSP" elsewhere lets the fast ones start the next round on parameters that the slow one has not contributed to.
     """
     batches = make_batches([8, 8], steps=4)
     expected = train_on_averages(make_module(), RECIPES["sgd-momentum"], batches, {"fused": True})
-    cluster.faults.faults += [Fault(kind=FaultKind.LOSE_REPLY, method="Step", times=5)]
+    cluster.faults.faults += [Fault(kind=FaultKind.LOSE_REPLY, method=route.method, times=5)]
 
     def program(session: Cluster) -> Any:
         own = of_rank(batches, session.rank)
         return WAYS["remote optimizer"](session, make_module(), RECIPES["sgd-momentum"], own, {}, name=name)[1]
 
     struck = cluster.faults.struck
-    for found in cluster.train(2, program):
+    for found in cluster.train(2, program, transport=route.transport):
         assert_same_bits(found, expected)
     assert cluster.faults.struck - struck == 5
 

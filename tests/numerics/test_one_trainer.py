@@ -16,6 +16,7 @@ from tests.numerics.training import (
     of_rank,
     train_locally,
 )
+from tests.routes import Route
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -35,13 +36,24 @@ def test_a_chosen_implementation_is_the_one_that_servers_use(
     check(recipe, "remote optimizer", implementation, cluster, name)
 
 
-def check(recipe: str, way: str, implementation: str, cluster: LocalCluster, name: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_trainer_gets_the_bits_of_torch_whatever_route_its_steps_take(
+    recipe: str, route: Route, cluster: LocalCluster, name: str
+) -> None:
+    check(recipe, "contexts", "default", cluster, name, route.transport)
+
+
+def check(
+    recipe: str, way: str, implementation: str, cluster: LocalCluster, name: str, transport: str | None = None
+) -> None:
     remote, local = IMPLEMENTATIONS[implementation]
     batches = of_rank(make_batches([8]), 0)
     losses, expected = train_locally(make_module(), RECIPES[recipe], batches, local)
 
     ((found_losses, found),) = cluster.train(
-        1, lambda session: WAYS[way](session, make_module(), RECIPES[recipe], batches, remote, name=name)
+        1,
+        lambda session: WAYS[way](session, make_module(), RECIPES[recipe], batches, remote, name=name),
+        transport=transport,
     )
 
     assert_same_bits(found, expected)

@@ -20,6 +20,7 @@ from tests.numerics.training import (
     train_locally,
     train_on_averages,
 )
+from tests.routes import Route
 
 #: How far a parameter may be from one process on the joined batch after three steps, absolutely: a few roundings, since
 #: the orders of summation differ.
@@ -50,6 +51,7 @@ def train(
     *,
     dtype: torch.dtype = torch.float32,
     weighted: bool = False,
+    transport: str | None = None,
 ) -> list[Run]:
     """One run for each trainer; the one with rank r has batches of `rows[r]`."""
     batches = make_batches(rows, dtype=dtype)
@@ -64,6 +66,7 @@ def train(
             name=name,
             weighted=weighted,
         ),
+        transport=transport,
     )
 
 
@@ -75,6 +78,17 @@ def test_several_trainers_get_the_bits_of_averaging_in_order_of_rank(
     expected = train_on_averages(make_module(), RECIPES[recipe], make_batches(rows), LOCAL)
 
     for _, found in train(cluster_of(servers), way, recipe, rows, name):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("recipe", ["sgd-momentum", "adamw-groups"])
+def test_several_trainers_get_those_bits_whatever_route_their_steps_take(
+    recipe: str, route: Route, cluster: LocalCluster, name: str
+) -> None:
+    rows = [8, 8, 8]
+    expected = train_on_averages(make_module(), RECIPES[recipe], make_batches(rows), LOCAL)
+
+    for _, found in train(cluster, "remote optimizer", recipe, rows, name, transport=route.transport):
         assert_same_bits(found, expected)
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import pserver
+from pserver.client import shard_client
 from pserver.client.cluster import Cluster
 from pserver.errors import UnsupportedModel
 from pserver.testing.local_cluster import LocalCluster
 from pserver.transport.faults import FaultKind, FaultPlan
 from tests.numerics.training import RECIPES, Recipe, assert_same_bits, model_status, remote_optimizer, values
+from tests.routes import ONE_MESSAGE, Route
 
 
 def parameters(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.nn.ParameterList:
@@ -148,14 +150,18 @@ class CountingPlan(FaultPlan):
         return super().take(method, address)
 
 
-def test_a_step_is_one_call_per_server_however_many_tensors_there_are(name: str) -> None:
+def test_a_step_is_one_call_per_server_however_many_tensors_there_are(
+    name: str, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without limits, and with those that servers must look at the gradient for."""
+    if route is ONE_MESSAGE:
+        monkeypatch.setattr(shard_client, "SMALL_BYTES", 1 << 20)
     servers, limits = 2, (None, 1.0)
     with LocalCluster(servers, timeout_s=60.0) as own:
         counted: list[Counter[str]] = []
         for num_tensors in (1, 10_000):
             own.faults = CountingPlan()
-            with own.connect(0, 1) as session:
+            with own.connect(0, 1, transport=route.transport) as session:
                 module = torch.nn.ParameterList([torch.zeros(40_000 // num_tensors) for _ in range(num_tensors)])
                 optimizer = pserver.optim.RemoteOptimizer(
                     torch.optim.SGD, module, lr=1.0, name=f"{name}-{num_tensors}", cluster=session
@@ -167,7 +173,7 @@ def test_a_step_is_one_call_per_server_however_many_tensors_there_are(name: str)
                     optimizer.step()
                 counted.append(Counter({key: calls for key, calls in own.faults.calls.items() if key != "Renew"}))
                 torch.testing.assert_close(torch.cat([*module]), torch.full((40_000,), -1.0 - 1.0 / 200.0))
-    assert counted == [Counter({"Step": servers * len(limits)})] * 2
+    assert counted == [Counter({route.method: servers * len(limits)})] * 2
 
 
 @pytest.mark.parametrize(

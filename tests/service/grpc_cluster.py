@@ -30,9 +30,17 @@ class GrpcCluster:
         servers: how many; the first one hosts the coordinator.
         trainer_lease_s: length of trainers' leases.
         min_servers: how many the coordinator waits for; all of them unless told otherwise.
+        shared_memory: whether the servers share any.
     """
 
-    def __init__(self, servers: int = 2, *, trainer_lease_s: float = 10.0, min_servers: int | None = None) -> None:
+    def __init__(
+        self,
+        servers: int = 2,
+        *,
+        trainer_lease_s: float = 10.0,
+        min_servers: int | None = None,
+        shared_memory: bool = True,
+    ) -> None:
         self.loop = LoopThread("service-tests")
         self.nodes: list[ServerNode] = []
         self.servers: list[GrpcServer] = []
@@ -41,6 +49,7 @@ class GrpcCluster:
         self._num_servers = servers
         self._trainer_lease_s = trainer_lease_s
         self._min_servers = servers if min_servers is None else min_servers
+        self._shared_memory = shared_memory
 
     def __enter__(self) -> "GrpcCluster":
         self.loop.start()
@@ -62,6 +71,7 @@ class GrpcCluster:
             join=self.addresses[0] if number else None,
             min_servers=1 if number else self._min_servers,
             trainer_lease_s=self._trainer_lease_s,
+            shared_memory=self._shared_memory,
         )
         node = ServerNode(settings)
         server = GrpcServer(node.handlers, host=settings.host, port=settings.port)
@@ -72,21 +82,38 @@ class GrpcCluster:
         await node.start(address, GrpcChannel)
 
     def connect(
-        self, rank: int = 0, world_size: int = 1, *, timeout_s: float = TIMEOUT_S, plan: FaultPlan | None = None
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: str | None = None,
+        plan: FaultPlan | None = None,
     ) -> Cluster:
         """A trainer's session, not started yet; its calls suffer the faults of `plan`."""
         settings = TrainerSettings.resolve(
-            self.addresses[0], rank=rank, world_size=world_size, timeout_s=timeout_s, environ={}
+            self.addresses[0],
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            transport=transport,
+            environ={},
         )
         return Cluster(settings, connect_channel=with_faults(GrpcChannel, plan or FaultPlan()))
 
     def train(
-        self, trainers: int, program: Callable[[Cluster], T], *, plan_of_rank_0: FaultPlan | None = None
+        self,
+        trainers: int,
+        program: Callable[[Cluster], T],
+        *,
+        transport: str | None = None,
+        plan_of_rank_0: FaultPlan | None = None,
     ) -> list[T]:
         """Runs a program in `trainers` threads, each in its own session; returns their results by rank."""
 
         def one(rank: int) -> T:
-            with self.connect(rank, trainers, plan=None if rank else plan_of_rank_0) as session:
+            plan = None if rank else plan_of_rank_0
+            with self.connect(rank, trainers, transport=transport, plan=plan) as session:
                 return program(session)
 
         with ThreadPoolExecutor(trainers) as pool:

@@ -26,6 +26,7 @@ from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
 from pserver.transport.methods import COORDINATOR
 from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import TensorSpec
+from tests.routes import Route
 from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import ARGUMENTS, WireModel, WireTrainer, everywhere, spec
 from tests.waiting import until
@@ -58,6 +59,8 @@ Requests = Callable[[WireModel, shards_pb2.ShardAddress], list[Any]]
 ADDRESSED: dict[str, Requests] = {
     "Initialise": lambda model, address: model.initialise_requests(0, shard=address),
     "Step": lambda model, address: [model.step_request(0, 9.0, shard=address)],
+    "StepOnce": lambda model, address: [model.step_request(0, 9.0, shard=address)],
+    "OpenMemory": lambda model, address: [model.open_memory_request(shard=address)],
     "Pull": lambda model, address: [model.pull_request(shard=address)],
     "PullState": lambda model, address: [model.pull_state_request(shard=address)],
     "DropContext": lambda model, address: [model.drop_context_request(1, shard=address)],
@@ -114,7 +117,7 @@ NONSENSE_IDS = [
 ]
 
 
-@pytest.mark.parametrize("method", ["Initialise", "Step", "DropContext"])
+@pytest.mark.parametrize("method", ["Initialise", "Step", "StepOnce", "DropContext"])
 @pytest.mark.parametrize("replaced", NONSENSE_IDS, ids=str)
 def test_push_ids_that_make_no_sense_are_refused_by_shards(
     method: str, replaced: dict[str, int], model: WireModel
@@ -160,24 +163,25 @@ def test_trainers_that_never_joined_are_refused_by_the_coordinator(
 
 
 def test_a_trainer_that_never_joined_is_refused_by_shards_once_the_news_of_it_could_have_come(
-    model: WireModel, monkeypatch: pytest.MonkeyPatch
+    model: WireModel, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pserver.server.shard_host.ADMISSION_WAIT_S", 0.2)
     stranger = model.trainer.push_id(trainer_id=HUGE)
     request = model.step_request(0, 500.0, push_id=stranger, commit=model.commit(1), wait_s=0.2)
     with pytest.raises(InvalidRequest, match=f"trainer {HUGE} has not joined"):
-        model.call("Step", request)
+        model.push(request, route)
     assert model.trainer.cluster.num_contexts(model.name) == [0, 0]
 
 
-def test_a_commit_of_a_trainer_that_never_attached_enters_no_round(model: WireModel, cluster: GrpcCluster) -> None:
+def test_a_commit_of_a_trainer_that_never_attached_enters_no_round(
+    model: WireModel, route: Route, cluster: GrpcCluster
+) -> None:
     stranger = WireTrainer(cluster)
+    strangers = model.of(stranger)
     for server in (0, 1):
-        request = model.step_request(
-            server, 500.0, push_id=stranger.push_id(), commit=model.commit(1), wait_s=0.0, context_id=9
-        )
+        request = strangers.step_request(server, 500.0, commit=model.commit(1), wait_s=0.0, context_id=9)
         with pytest.raises(DeadlineExceeded):
-            model.call("Step", request, server=server)
+            strangers.push(request, route, server=server)
     assert cluster.model_status(model.name).round == 0
     stranger.leave()
 
@@ -200,17 +204,18 @@ CHUNKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("method", ["Step", "StepOnce"])
 @pytest.mark.parametrize("replaced", CHUNKS.values(), ids=CHUNKS)
 def test_chunks_that_do_not_fit_are_refused_and_nothing_of_them_stays(
-    replaced: dict[str, Any], model: WireModel
+    replaced: dict[str, Any], method: str, model: WireModel
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"bucket|element type"):
-        model.call("Step", model.step_request(0, 9.0, chunks=[model.chunk(0, 9.0, **replaced)]))
+        model.call(method, model.step_request(0, 9.0, chunks=[model.chunk(0, 9.0, **replaced)]))
     assert model.trainer.cluster.num_contexts(model.name) == [0, 0]
 
 
-@pytest.mark.parametrize("method", ["Initialise", "Step"])
-def test_a_bucket_sent_twice_in_one_stream_is_refused(method: str, model: WireModel) -> None:
+@pytest.mark.parametrize("method", ["Initialise", "Step", "StepOnce"])
+def test_a_bucket_sent_twice_in_one_call_is_refused(method: str, model: WireModel) -> None:
     (first, *_) = ADDRESSED[method](model, model.address())
     twice = type(first)(shard=first.shard, push_id=first.push_id, chunks=[model.chunk(0, 1.0), model.chunk(0, 1.0)])
     with pytest.raises(InvalidRequest, match="bucket 0"):
@@ -287,9 +292,9 @@ def test_a_ready_model_takes_no_initial_values_of_another_trainer(model: WireMod
 
 
 @pytest.mark.parametrize("index", [-1, 1, (1 << 31) - 1])
-def test_absent_tensors_that_do_not_exist_are_refused(index: int, model: WireModel) -> None:
+def test_absent_tensors_that_do_not_exist_are_refused(index: int, model: WireModel, route: Route) -> None:
     with pytest.raises(InvalidRequest, match="absent"):
-        model.call("Step", model.step_request(0, 9.0, absent_tensors=[index]))
+        model.push(model.step_request(0, 9.0, absent_tensors=[index]), route)
 
 
 @pytest.mark.parametrize("method", ["Initialise", "Step"])
@@ -324,13 +329,13 @@ COMMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("replaced", COMMITS.values(), ids=COMMITS)
 def test_commits_that_make_no_sense_are_refused_and_the_model_trains_on(
-    replaced: dict[str, Any], trainer: WireTrainer, name: str
+    replaced: dict[str, Any], route: Route, trainer: WireTrainer, name: str
 ) -> None:
     model = trainer.model(name)
     for server in (0, 1):
         commit = model.commit(**{"step": 1, **replaced})
         with pytest.raises(InvalidRequest):
-            model.call("Step", model.step_request(server, 9.0, commit=commit, wait_s=1.0), server=server)
+            model.push(model.step_request(server, 9.0, commit=commit, wait_s=1.0), route, server=server)
     model.step(1, 2.0)
     assert [model.values(0), model.values(1)] == [everywhere(-2.0)] * 2
 
@@ -344,7 +349,7 @@ def test_a_wait_is_no_longer_than_asked(wait_s: float, method: str, model: WireM
         model.call(method, request, timeout_s=4.0)
 
 
-@pytest.mark.parametrize("method", ["Pull", "PullState", "Step"])
+@pytest.mark.parametrize("method", ["Pull", "PullState", "Step", "StepOnce"])
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf"), 1e9])
 def test_a_wait_that_makes_no_sense_is_refused(wait_s: float, method: str, model: WireModel) -> None:
     (request,) = ADDRESSED[method](model, model.address())
@@ -356,37 +361,40 @@ def test_a_wait_that_makes_no_sense_is_refused(wait_s: float, method: str, model
 
 @pytest.mark.parametrize("base_round", [-5, HUGE])
 def test_a_gradient_of_a_round_that_nobody_can_have_seen_does_no_harm(
-    base_round: int, trainer: WireTrainer, name: str
+    base_round: int, route: Route, trainer: WireTrainer, name: str
 ) -> None:
     """A negative one counts as the first round, one of the future as the present round."""
     model = trainer.model(name)
     commit = model.commit(1, base_round=base_round)
     with pytest.raises(DeadlineExceeded):
-        model.call("Step", model.step_request(0, 3.0, commit=commit, wait_s=0.0))
-    (reply, *_) = model.call("Step", model.step_request(1, 3.0, commit=commit), server=1)
+        model.push(model.step_request(0, 3.0, commit=commit, wait_s=0.0), route)
+    (reply, *_) = model.push(model.step_request(1, 3.0, commit=commit), route, server=1)
     assert (reply.outcome.accepted, reply.outcome.round, reply.outcome.staleness) == (True, 1, 0)
     assert [model.values(0), model.values(1)] == [everywhere(-3.0)] * 2
 
 
-def test_steps_do_not_go_back(trainer: WireTrainer, name: str) -> None:
+def test_steps_do_not_go_back(trainer: WireTrainer, name: str, route: Route) -> None:
     model = trainer.model(name)
     model.step(5, 1.0)
     for step in (5, 4):
         with pytest.raises(InvalidRequest, match="has committed step 5"):
-            model.call("Step", model.step_request(0, 9.0, commit=model.commit(step)))
+            model.push(model.step_request(0, 9.0, commit=model.commit(step)), route)
     model.step(6, 1.0)
     assert model.values(0) == everywhere(-2.0)
 
 
-def test_a_committed_context_takes_no_more_gradients_and_cannot_be_dropped(trainer: WireTrainer, name: str) -> None:
+@pytest.mark.parametrize("method", ["Step", "StepOnce"])
+def test_a_committed_context_takes_no_more_gradients_and_cannot_be_dropped(
+    method: str, trainer: WireTrainer, name: str
+) -> None:
     model = trainer.model(name)
     with pytest.raises(DeadlineExceeded):
-        model.call("Step", model.step_request(0, 2.0, context_id=3, commit=model.commit(1), wait_s=0.0))
+        model.call(method, model.step_request(0, 2.0, context_id=3, commit=model.commit(1), wait_s=0.0))
     with pytest.raises(InvalidRequest, match="context 3"):
-        model.call("Step", model.step_request(0, 9.0, context_id=3))
+        model.call(method, model.step_request(0, 9.0, context_id=3))
     with pytest.raises(PserverError, match="context 3"):
         model.call("DropContext", model.drop_context_request(3))
-    model.call("Step", model.step_request(1, 2.0, context_id=3, commit=model.commit(1)), server=1)
+    model.call(method, model.step_request(1, 2.0, context_id=3, commit=model.commit(1)), server=1)
     assert [model.values(0), model.values(1)] == [everywhere(-2.0)] * 2
 
 

@@ -25,14 +25,16 @@ from tests.numerics.training import (
     of_rank,
     values,
 )
+from tests.routes import MEMORY, ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import WireTrainer, everywhere, spec
 from tests.waiting import set_timeout, until
 
-MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", "Step", "DropContext", "DropModel", "Leave")
-#: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, and
-#: commands and reports of a link are told again after every break.
-NOT_MUTATING = ("Status", "Pull", "PullState", "Renew", "Link")
+STEPPING = ("Step", "StepOnce")
+MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", *STEPPING, "DropContext", "DropModel", "Leave")
+#: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, memory
+#: opened twice is open, and commands and reports of a link are told again after every break.
+NOT_MUTATING = ("Status", "Pull", "PullState", "Renew", "Link", "FindMemory", "OpenMemory")
 
 ROUNDS = 2
 
@@ -63,8 +65,8 @@ def _small_messages() -> Iterator[None]:
         yield
 
 
-def run(cluster: GrpcCluster, name: str, method: str | None = None, kind: FaultKind | None = None) -> Any:
-    """Two trainers use every mutating RPC; faults hit those of rank 0.
+def run(cluster: GrpcCluster, name: str, route: Route, method: str | None = None, kind: FaultKind | None = None) -> Any:
+    """Two trainers use every mutating RPC, those of one route for their steps; faults hit those of rank 0.
 
     Returns:
         Parameters of each trainer after each round, and how many faults struck.
@@ -89,10 +91,10 @@ def run(cluster: GrpcCluster, name: str, method: str | None = None, kind: FaultK
         for first, second in zip(*[iter(of_rank(batches, session.rank))] * 2, strict=True):
             with pserver.autograd.context() as context_id:
                 pserver.autograd.backward(context_id, [loss_of(module, first)])
-                disturb("Step", 2)
+                disturb(route.method, 2)
                 optimizer.push(context_id)
                 pserver.autograd.backward(context_id, [loss_of(module, second)])
-                disturb("Step", 3)
+                disturb(route.method, 3)
                 optimizer.step(context_id)
             with pserver.autograd.context() as context_id:
                 pserver.autograd.backward(context_id, [loss_of(module, second)])
@@ -104,27 +106,47 @@ def run(cluster: GrpcCluster, name: str, method: str | None = None, kind: FaultK
             session.drop_model(f"{name}-spare")
         return trajectory
 
-    for each in MUTATING:
-        if each != "Step":
-            disturb(each, 2)
-    return cluster.train(2, train, plan_of_rank_0=plan), plan.struck
+    if method != route.method:
+        disturb(str(method), 2)
+    with route.taken():
+        return cluster.train(2, train, transport=route.transport, plan_of_rank_0=plan), plan.struck
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: GrpcCluster) -> list[list[list[torch.Tensor]]]:
-    """Parameters of a run in which nothing was lost."""
-    runs, struck = run(cluster, "undisturbed")
-    assert struck == 0
-    assert_same_bits(runs[0], runs[1])
-    return runs
+    """Parameters of a run in which nothing was lost, whichever route steps take."""
+    runs, others = [run(cluster, f"undisturbed by {each}", route) for each, route in ROUTES.items()], []
+    for found, struck in runs:
+        assert struck == 0
+        others += found
+    for other in others:
+        assert_same_bits(other, others[0])
+    return others[:2]
+
+
+#: Every RPC that a trainer makes; those that step on every route that there is.
+DISTURBED = [
+    *(pytest.param(each, MEMORY, id=each) for each in MUTATING if each not in STEPPING),
+    *(pytest.param(each, MEMORY, id=each) for each in ("FindMemory", "OpenMemory")),
+    *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+]
+
+
+def test_every_mutation_is_disturbed_below() -> None:
+    assert {*MUTATING} <= {method for each in DISTURBED for method in each.values if isinstance(method, str)}
 
 
 @pytest.mark.parametrize("kind", FaultKind, ids=lambda kind: kind.value)
-@pytest.mark.parametrize("method", MUTATING)
+@pytest.mark.parametrize(("method", "route"), DISTURBED)
 def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
-    method: str, kind: FaultKind, undisturbed: list[list[list[torch.Tensor]]], cluster: GrpcCluster, name: str
+    method: str,
+    route: Route,
+    kind: FaultKind,
+    undisturbed: list[list[list[torch.Tensor]]],
+    cluster: GrpcCluster,
+    name: str,
 ) -> None:
-    runs, struck = run(cluster, name, method, kind)
+    runs, struck = run(cluster, name, route, method, kind)
 
     assert struck >= 2
     for found, expected in zip(runs, undisturbed, strict=True):
@@ -144,16 +166,18 @@ def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
 
 @pytest.mark.parametrize("kind", FaultKind, ids=lambda kind: kind.value)
 @pytest.mark.parametrize(
-    "method",
+    ("method", "route"),
     [
-        "RegisterModel",
-        "Initialise",
-        "Step",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Attach", "Pull", "PullState")),
+        *(pytest.param(each, MEMORY, id=each) for each in ("RegisterModel", "Initialise")),
+        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+        *(
+            pytest.param(each, MEMORY, id=each, marks=pytest.mark.slow)
+            for each in ("Attach", "Pull", "PullState", "OpenMemory")
+        ),
     ],
 )
 def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits(
-    method: str, kind: FaultKind, cluster: GrpcCluster, name: str
+    method: str, route: Route, kind: FaultKind, cluster: GrpcCluster, name: str
 ) -> None:
     """What a change of the model and a round of two phases add: state that travels, and preparing before deciding."""
     batches = make_batches([4, 4], steps=4)
@@ -176,7 +200,10 @@ def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits
 
     undisturbed = cluster.train(2, lambda session: train(session, f"{name}-undisturbed"))
     plan.faults.append(Fault(kind=kind, method=method, times=3))
-    disturbed = cluster.train(2, lambda session: train(session, name), plan_of_rank_0=plan)
+    with route.taken():
+        disturbed = cluster.train(
+            2, lambda session: train(session, name), transport=route.transport, plan_of_rank_0=plan
+        )
 
     assert plan.struck == 3
     assert_same_bits(disturbed, undisturbed)
@@ -186,10 +213,12 @@ def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits
 
 
 @contextmanager
-def timed_out_step(cluster: GrpcCluster, name: str) -> Iterator[tuple[list[torch.nn.Parameter], Any, Any]]:
+def timed_out_step(
+    cluster: GrpcCluster, name: str, route: Route
+) -> Iterator[tuple[list[torch.nn.Parameter], Any, Any]]:
     """Weights and optimizers of two trainers; the first one's step timed out, and is in round 1 with the second's."""
     weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(2)]
-    sessions = [cluster.connect(rank, 2) for rank in range(2)]
+    sessions = [cluster.connect(rank, 2, transport=route.transport) for rank in range(2)]
     with sessions[0], sessions[1]:
         impatient, patient = (
             pserver.optim.RemoteOptimizer(torch.optim.SGD, [weight], lr=1.0, name=name, cluster=session)
@@ -204,12 +233,12 @@ def timed_out_step(cluster: GrpcCluster, name: str) -> Iterator[tuple[list[torch
         yield weights, impatient, patient
 
 
-def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str) -> None:
+def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster, name: str, route: Route) -> None:
     """The reply comes too late, the gradient is in the round all the same.
 
     The next gradient was computed on the parameters of before, and is refused; the one after that counts.
     """
-    with timed_out_step(cluster, name) as (weights, impatient, patient):
+    with timed_out_step(cluster, name, route) as (weights, impatient, patient):
         assert weights[1][0] == -3.0
         assert weights[0][0] == 0.0
 
@@ -226,8 +255,10 @@ def test_a_step_that_timed_out_is_settled_and_counted_once(cluster: GrpcCluster,
         assert cluster.model_status(name).round == 2
 
 
-def test_a_step_that_timed_out_and_is_called_again_is_counted_once(cluster: GrpcCluster, name: str) -> None:
-    with timed_out_step(cluster, name) as (weights, impatient, _):
+def test_a_step_that_timed_out_and_is_called_again_is_counted_once(
+    cluster: GrpcCluster, name: str, route: Route
+) -> None:
+    with timed_out_step(cluster, name, route) as (weights, impatient, _):
         impatient.step()
         assert impatient.last_result.accepted
         assert [weight[0].item() for weight in weights] == [-3.0, -3.0]
@@ -238,37 +269,41 @@ def test_a_step_that_timed_out_and_is_called_again_is_counted_once(cluster: Grpc
 # Message by message
 
 
-def test_a_push_sent_three_times_is_added_once(cluster: GrpcCluster, name: str) -> None:
+def test_a_push_sent_three_times_is_added_once(cluster: GrpcCluster, name: str, route: Route) -> None:
     trainer = WireTrainer(cluster)
     model = trainer.model(name)
     for server in (0, 1):
         push = model.step_request(server, 3.0, context_id=1001)
         for _ in range(3):
-            assert model.call("Step", push, server=server) == []
+            assert model.push(push, route, server=server) == []
     assert cluster.num_contexts(name) == [1, 1]
     model.step(1, 4.0)
     assert [model.values(0), model.values(1)] == [everywhere(-7.0)] * 2
     trainer.leave()
 
 
-def test_a_commit_sent_again_after_its_round_gets_the_same_outcome(cluster: GrpcCluster, name: str) -> None:
+def test_a_commit_sent_again_after_its_round_gets_the_same_outcome(
+    cluster: GrpcCluster, name: str, route: Route
+) -> None:
     trainer = WireTrainer(cluster)
     model = trainer.model(name)
     model.step(1, 1.0)
     request = model.step_request(0, 1.0, commit=model.commit(2), wait_s=0.0)
     with pytest.raises(TimeoutError):
-        model.call("Step", request)
+        model.push(request, route)
     model_on_1 = model.step_request(1, 1.0, commit=model.commit(2))
-    (first, *_) = model.call("Step", model_on_1, server=1)
+    (first, *_) = model.push(model_on_1, route, server=1)
     for server, repeat in ((0, request), (1, model_on_1), (0, request)):
-        (reply, *_) = model.call("Step", repeat, server=server)
+        (reply, *_) = model.push(repeat, route, server=server)
         assert reply.outcome == first.outcome
     assert first.outcome.round == 2
     assert [model.values(0), model.values(1)] == [everywhere(-2.0)] * 2
     trainer.leave()
 
 
-def test_a_repeat_below_what_was_acknowledged_is_refused_and_changes_nothing(cluster: GrpcCluster, name: str) -> None:
+def test_a_repeat_below_what_was_acknowledged_is_refused_and_changes_nothing(
+    cluster: GrpcCluster, name: str, route: Route
+) -> None:
     trainer = WireTrainer(cluster)
     model = trainer.model(name)
     late_push = model.step_request(0, 50.0, context_id=5)
@@ -281,12 +316,13 @@ def test_a_repeat_below_what_was_acknowledged_is_refused_and_changes_nothing(clu
 
     newer = trainer.push_id()
     newer.lowest_unacknowledged = newer.sequence
-    model.call("Step", model.step_request(0, 1.0, context_id=7, push_id=newer))
+    model.push(model.step_request(0, 1.0, context_id=7, push_id=newer), route)
     trainer.coordinator("Attach", coordinator_pb2.AttachRequest(push_id=newer, model=name, epoch=model.epoch))
 
-    for method, request in (("Step", late_push), ("DropContext", late_drop)):
-        with pytest.raises(StalePush, match=str(trainer.trainer_id)):
-            model.call(method, request)
+    with pytest.raises(StalePush, match=str(trainer.trainer_id)):
+        model.push(late_push, route)
+    with pytest.raises(StalePush, match=str(trainer.trainer_id)):
+        model.call("DropContext", late_drop)
     for method, request in (
         ("Attach", late_attach),
         ("RegisterModel", late_registration),

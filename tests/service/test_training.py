@@ -79,6 +79,9 @@ def test_reflection_lists_the_services_of_a_server(server: int, expected: list[s
         "Pull",
         "PullState",
         "Step",
+        "StepOnce",
+        "FindMemory",
+        "OpenMemory",
         "DropContext",
     ]
 

@@ -8,43 +8,20 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import pserver
-from pserver.client.cluster import Cluster
 from pserver.errors import DeadlineExceeded, PserverError, RankTaken, ServerUnavailable, TrainerEnded
 from pserver.transport.faults import Fault, FaultKind, FaultPlan
 from pserver.transport.gen import coordinator_pb2
-from pserver.types import StepResult
+from tests.routes import MEMORY, ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
+from tests.service.weight import Weight
 from tests.service.wire_trainer import WireTrainer, spec
 from tests.waiting import set_timeout, until
 
 #: Of trainers' leases in tests that wait for their end.
 LEASE_S = 2.0
 ALWAYS = 1_000_000
-
-
-class Weight:
-    """One parameter, trained by SGD with learning rate 1, as a program of one trainer."""
-
-    def __init__(self, session: Cluster, name: str) -> None:
-        self.value = torch.nn.Parameter(torch.zeros(64))
-        self.optimizer = pserver.optim.RemoteOptimizer(
-            torch.optim.SGD, [("weight", self.value)], lr=1.0, name=name, cluster=session, bucket_bytes=128
-        )
-
-    def step(self, gradient: float) -> StepResult:
-        self.value.grad = torch.full((64,), gradient)
-        self.optimizer.step()
-        assert self.optimizer.last_result is not None
-        return self.optimizer.last_result
-
-    @property
-    def number(self) -> float:
-        assert self.value.min() == self.value.max()
-        return self.value[0].item()
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +65,24 @@ def test_a_step_before_everybody_has_attached_says_how_many_are_missing(cluster:
 # Retries
 
 
-@pytest.mark.parametrize("method", ["Join", "RegisterModel", "Initialise", "Attach", "Pull", "Step"])
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [
+        *(
+            pytest.param(each, MEMORY, id=each)
+            for each in ("Join", "RegisterModel", "Initialise", "Attach", "FindMemory", "OpenMemory", "Pull")
+        ),
+        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+    ],
+)
 def test_a_server_that_cannot_be_reached_is_tried_again_with_backoff_and_not_for_ever(
-    method: str, lone_server: GrpcCluster, name: str
+    method: str, route: Route, lone_server: GrpcCluster, name: str
 ) -> None:
     """Full jitter from 50 ms, doubled each time: about six attempts in the first second, never a storm."""
     plan = FaultPlan([Fault(kind=FaultKind.LOSE_REQUEST, method=method, times=ALWAYS)])
     began = time.monotonic()
-    with pytest.raises(ServerUnavailable, match=lone_server.addresses[0]):
-        with lone_server.connect(timeout_s=1.0, plan=plan) as session:
+    with route.taken(), pytest.raises(ServerUnavailable, match=lone_server.addresses[0]):
+        with lone_server.connect(timeout_s=1.0, transport=route.transport, plan=plan) as session:
             Weight(session, name).step(1.0)
     assert time.monotonic() - began < 4.0
     assert 3 <= plan.struck <= 40
@@ -111,12 +97,12 @@ def test_a_coordinator_that_is_not_there_is_named_in_time() -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_retries_are_counted(cluster: GrpcCluster, name: str) -> None:
+def test_retries_are_counted(cluster: GrpcCluster, name: str, route: Route) -> None:
     plan = FaultPlan()
-    with cluster.connect(plan=plan) as session:
+    with cluster.connect(transport=route.transport, plan=plan) as session:
         weight = Weight(session, name)
         assert session.statistics().num_retries == 0
-        plan.faults.append(Fault(kind=FaultKind.LOSE_REPLY, method="Step", times=3))
+        plan.faults.append(Fault(kind=FaultKind.LOSE_REPLY, method=route.method, times=3))
         weight.step(2.0)
         assert weight.number == -2.0
         assert session.statistics().num_retries == 3
@@ -136,19 +122,19 @@ def test_an_error_that_repeating_cannot_mend_is_raised_at_the_first_attempt(clus
 # Leases
 
 
-def test_a_trainer_that_stops_renewing_is_ended_and_the_round_goes_on_without_it(name: str) -> None:
+def test_a_trainer_that_stops_renewing_is_ended_and_the_round_goes_on_without_it(name: str, route: Route) -> None:
     with GrpcCluster(2, trainer_lease_s=LEASE_S) as own:
         silent = WireTrainer(own, rank=1)
-        with own.connect(0, 2) as session:
+        with own.connect(0, 2, transport=route.transport) as session:
             held = silent.model(name, world_size=2)
             weight = Weight(session, name)
             silent.renew()
             for server in (0, 1):
-                held.call("Step", held.step_request(server, 100.0, context_id=1), server=server)
+                held.push(held.step_request(server, 100.0, context_id=1), route, server=server)
             # Only one shard has its commit: it must count on none.
             request = held.step_request(0, 100.0, context_id=2, commit=held.commit(1), wait_s=0.0)
             with pytest.raises(DeadlineExceeded):
-                held.call("Step", request)
+                held.push(request, route)
             assert own.num_contexts(name) == [2, 1]
 
             result = weight.step(3.0)
@@ -161,7 +147,7 @@ def test_a_trainer_that_stops_renewing_is_ended_and_the_round_goes_on_without_it
 
             for server in (0, 1):
                 with pytest.raises(TrainerEnded, match=str(silent.trainer_id)):
-                    held.call("Step", held.step_request(server, 1.0), server=server)
+                    held.push(held.step_request(server, 1.0), route, server=server)
                 with pytest.raises(TrainerEnded, match=str(silent.trainer_id)):
                     held.call("Pull", held.pull_request(), server=server)
             for refused in (

@@ -4,6 +4,7 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
 from pserver.transport.methods import COORDINATOR, SHARDS
 from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import TensorSpec, build_layout
+from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
+from pserver.wire.shm import map_segment
+from tests.routes import MEMORY, STREAM, Route
 from tests.service.grpc_cluster import GrpcCluster
 
 NUM_ELEMENTS = 64
@@ -107,6 +111,13 @@ class WireModel:
         self.round = 0
         self.placement = placement_from_proto(reply.placement)
         self.layout = build_layout(spec(name).tensors, spec(name).bucket_bytes)
+        self._mailboxes: dict[int, SharedBuckets] = {}
+
+    def of(self, trainer: WireTrainer) -> "WireModel":
+        """The same model as another trainer addresses it, attached or not."""
+        theirs = copy(self)
+        theirs.trainer, theirs._mailboxes = trainer, {}
+        return theirs
 
     def address(self, **replaced: Any) -> shards_pb2.ShardAddress:
         """Whom messages are for."""
@@ -141,7 +152,7 @@ class WireModel:
         return types_pb2.Commit(**fields)
 
     def step_request(self, server: int, value: float, **replaced: Any) -> shards_pb2.StepRequest:
-        """The one message of a Step call; without a commit unless one is given, which waits 5 s."""
+        """The one message of a Step or StepOnce call; without a commit unless one is given, which waits 5 s."""
         fields = {
             "shard": self.address(),
             "push_id": self.trainer.push_id(),
@@ -172,6 +183,58 @@ class WireModel:
     def call(self, method: str, *requests: Any, server: int = 0, timeout_s: float = 5.0) -> list[Any]:
         """One attempt at an RPC of a server's shards."""
         return self.trainer.cluster.call(SHARDS[method], *requests, server=server, timeout_s=timeout_s)
+
+    def push(
+        self, request: shards_pb2.StepRequest, route: Route, *, server: int = 0, timeout_s: float = 5.0
+    ) -> list[Any]:
+        """Sends what `step_request` made along a route; the replies.
+
+        Through memory, its chunks are put into the mailbox first, each bucket under the push's sequence number.
+        """
+        if route is MEMORY:
+            request, chunks = self._without_chunks(request)
+            mailbox = self.mailbox(server)
+            for chunk in chunks:
+                mailbox.bytes_of(chunk.bucket)[:] = chunk.data
+                mailbox.set_word(chunk.bucket, request.push_id.sequence)
+        replies = self.call(route.method, request, server=server, timeout_s=timeout_s)
+        if route is not STREAM and not request.HasField("commit"):
+            (reply,) = replies
+            assert not reply.HasField("outcome")
+            return []
+        return replies
+
+    @staticmethod
+    def _without_chunks(request: shards_pb2.StepRequest) -> tuple[shards_pb2.StepRequest, list[types_pb2.Chunk]]:
+        """The same as it goes if its gradients lie in memory, and those."""
+        copied = shards_pb2.StepRequest()
+        copied.CopyFrom(request)
+        del copied.chunks[:]
+        copied.in_memory, copied.without_values = bool(request.chunks), True
+        return copied, list(request.chunks)
+
+    def open_memory_request(self, server: int = 0, **replaced: Any) -> shards_pb2.OpenMemoryRequest:
+        """An OpenMemory with the nonce of a server."""
+        fields = {
+            "shard": self.address(),
+            "trainer_id": self.trainer.trainer_id,
+            "nonce": self.nonce(server),
+            **replaced,
+        }
+        return shards_pb2.OpenMemoryRequest(**fields)
+
+    def nonce(self, server: int = 0) -> bytes:
+        """What proves to be on a server's machine."""
+        (found,) = self.call("FindMemory", shards_pb2.FindMemoryRequest(), server=server)
+        return bytes(map_segment(found.segment, writable=False))
+
+    def mailbox(self, server: int = 0) -> SharedBuckets:
+        """This trainer's mailbox on a server, opened when it is first needed."""
+        if server not in self._mailboxes:
+            (opened,) = self.call("OpenMemory", self.open_memory_request(server), server=server)
+            offsets = BucketOffsets(self.layout.part(self.placement[server].runs))
+            self._mailboxes[server] = SharedBuckets(map_segment(opened.mailbox, writable=True), offsets)
+        return self._mailboxes[server]
 
     def step(self, number: int, value: float) -> None:
         """A whole step of a lone trainer."""

@@ -10,26 +10,29 @@ ENVIRON = {
     "PSERVER_RANK": "3",
     "PSERVER_WORLD_SIZE": "8",
     "PSERVER_TIMEOUT_S": "2.5",
+    "PSERVER_TRANSPORT": "grpc",
 }
 
 
 def test_arguments_come_before_the_environment():
-    settings = TrainerSettings.resolve("argument:2", rank=0, world_size=2, timeout_s=9, environ=ENVIRON)
-    assert settings == TrainerSettings(address="argument:2", rank=0, world_size=2, timeout_s=9)
+    arguments = {"rank": 0, "world_size": 2, "timeout_s": 9, "transport": "shm"}
+    settings = TrainerSettings.resolve("argument:2", environ=ENVIRON, **arguments)
+    assert settings == TrainerSettings(address="argument:2", **arguments)
 
 
 def test_the_environment_comes_before_defaults():
     assert TrainerSettings.resolve(environ=ENVIRON) == TrainerSettings(
-        address="from-environment:1", rank=3, world_size=8, timeout_s=2.5
+        address="from-environment:1", rank=3, world_size=8, timeout_s=2.5, transport="grpc"
     )
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, dict.fromkeys(("PSERVER_RANK", "PSERVER_WORLD_SIZE", "PSERVER_TIMEOUT_S"), "")]
+    "environ",
+    [{}, dict.fromkeys(("PSERVER_RANK", "PSERVER_WORLD_SIZE", "PSERVER_TIMEOUT_S", "PSERVER_TRANSPORT"), "")],
 )
 def test_variables_that_are_unset_or_empty_leave_the_defaults(environ):
     assert TrainerSettings.resolve("a:1", environ=environ) == TrainerSettings(
-        address="a:1", rank=-1, world_size=1, timeout_s=60.0
+        address="a:1", rank=-1, world_size=1, timeout_s=60.0, transport="auto"
     )
 
 
@@ -69,6 +72,8 @@ def test_a_variable_of_another_type_is_refused_by_name(variable, text, kind):
         ({"timeout_s": -1.0}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"transport": "tcp"}, r"transport must be one of \['auto', 'shm', 'grpc'\], but is 'tcp'"),
+        ({"transport": "SHM"}, "transport must be one of"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(arguments, message):

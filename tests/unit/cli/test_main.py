@@ -49,6 +49,12 @@ def test_serve_names_the_coordinator_that_it_joined(run, served):
     assert served == [ServerSettings(name="s1", join="10.0.0.1:7077", drain_s=3.0)]
 
 
+def test_serve_may_be_told_to_share_no_memory(run, served):
+    assert run("serve", "--coordinator", "--no-shared-memory")[0] == 0
+    assert run("serve", "--coordinator")[0] == 0
+    assert [each.shared_memory for each in served] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

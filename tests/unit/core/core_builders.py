@@ -31,6 +31,8 @@ def model_spec(
     sync_policy_arguments: Mapping[str, object] | None = None,
     world_size: int = 1,
     buffers: str = "lowest",
+    codec: str = "none",
+    codec_arguments: Mapping[str, object] | None = None,
 ) -> ModelSpec:
     return ModelSpec(
         name=name,
@@ -42,6 +44,8 @@ def model_spec(
         sync_policy_arguments=sync_policy_arguments or {},
         world_size=world_size,
         buffers=buffers,
+        codec=codec,
+        codec_arguments=codec_arguments or {},
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pserver.client.flattening import FlatBuffers
 from pserver.client.push_ids import PushIds
+from pserver.client.region import Region
 from pserver.core.coordinator import Attachment, Coordinator
 from pserver.core.messages import (
     AdmitTrainer,
@@ -40,11 +40,13 @@ from pserver.core.messages import (
 )
 from pserver.core.rules import NO_RULES, NORM_EPSILON, GradientRules
 from pserver.core.shard import Shard
-from pserver.core.staging import Staging
+from pserver.core.staging import Pushed, Staging
 from pserver.core.sync import Async, Bsp, Ssp, SyncPolicy, policy_arguments
 from pserver.errors import ConfigError, ModelFailed, PserverError, RoundFailed, StaleEpoch, TrainerEnded, UnknownModel
+from pserver.server.shard_memory import MailboxPush
 from pserver.types import ClusterStatus, GroupOptions, ModelStatus, PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, TensorSpec, build_layout
+from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
 from pserver.wire.tensors import element_type
 
 TRAINER_LEASE_S = 10.0
@@ -86,12 +88,17 @@ class Form:
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
         self.layout = build_layout(TENSORS, bucket_bytes)
-        self._flats = FlatBuffers(self.layout, torch.device("cpu"))
+        self._region = Region(self.layout, BucketOffsets(self.layout.buckets), torch.device("cpu"))
 
     def pack(self, tensors: Tensors) -> dict[int, bytes]:
         """Tensors by index in `TENSORS` -> bytes by bucket. Buckets of tensors that are not given hold anything."""
-        self._flats.gather(tensors)
-        return {bucket.index: bytes(self._flats.bucket_bytes(bucket)) for bucket in self.layout.buckets}
+        self._region.gather(tensors)
+        return {bucket.index: bytes(self._region.bucket_bytes(bucket)) for bucket in self.layout.buckets}
+
+    def mailbox(self, runs: Sequence[range]) -> SharedBuckets:
+        """Memory that a trainer and the shard that owns these runs can both see."""
+        offsets = BucketOffsets([each for each in self.layout.part(runs) if each.group != STORED])
+        return SharedBuckets(memoryview(bytearray(offsets.num_bytes)), offsets)
 
 
 _FORMS = (Form(64), Form(128))
@@ -173,11 +180,12 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """`gradients` None: earlier pushes into the context brought everything."""
+    """`gradients` None: earlier pushes into the context brought everything, or they are in mailboxes (by server)."""
 
     push_id: PushId
     context_id: int
     gradients: Mapping[int, bytes] | None = field(repr=False)
+    mailboxes: Mapping[str, SharedBuckets] = field(repr=False, default_factory=dict)
     commit: CommitInfo | None
 
 
@@ -1026,8 +1034,10 @@ class SimServer:
         return lambda: True
 
     def _push(self, shard: Shard, call: Push) -> None:
-        staging = _staged(shard.exchanged, call.gradients or {})
-        report = shard.push(call.push_id, call.context_id, staging, frozenset(), call.commit)
+        pushed: Pushed = _staged(shard.exchanged, call.gradients or {})
+        if call.mailboxes:
+            pushed = MailboxPush(call.mailboxes[self.name], call.push_id)
+        report = shard.push(call.push_id, call.context_id, pushed, frozenset(), call.commit)
         if report is not None:
             self._report(report)
         if not self._ledger.carried_out(call.push_id):
@@ -1073,7 +1083,8 @@ class SimTrainer:
     """Mirrors `SharedModel` and its optimizer: one call at a time, each repeated until it is answered.
 
     Args:
-        number: makes its initial values and its gradients differ from everybody else's.
+        number: makes its initial values and its gradients differ from everybody else's. Those with an even one are on
+            the servers' machine: their gradients lie in memory, and are written over as soon as the next are there.
         post: sends a request.
     """
 
@@ -1093,6 +1104,7 @@ class SimTrainer:
         self._answers: dict[str, Any] = {}
         self._push_ids = PushIds(0)
         self._shards: tuple[str, ...] = ()
+        self._mailboxes: dict[str, SharedBuckets] = {}
         self._base_round = 0
         self._step = 0
         self._context_id = 1
@@ -1222,13 +1234,15 @@ class SimTrainer:
         self.epoch = registration.epoch
         self.version = self._reference.epochs[self.epoch].version
         self._shards = tuple(each.server for each in registration.placement)
+        if self.number % 2 == 0:
+            form = form_of(self.version)
+            self._mailboxes = {each.server: form.mailbox(each.runs) for each in registration.placement}
         return registration.initialise
 
     def _take_step(self, action: TakeStep) -> Generator[Ask, Any, None]:
         all_pushed = action.all_pushed and bool(self._early)
         if not all_pushed:
             self._early.append(self._gradient(odd=action.odd and self._setup.rules.look_for_nonfinite))
-        last = None if all_pushed else form_of(self.version).pack(self._early[-1])
         self._step += 1
         options = options_of(action.lr)
         gradient = Gradient(
@@ -1249,7 +1263,7 @@ class SimTrainer:
             overflow=action.overflow,
         )
         with self._push_ids.one() as push_id:
-            push = Push(push_id=push_id, context_id=self._context_id, gradients=last, commit=commit)
+            push = self._pushing(push_id, None if all_pushed else self._early[-1], commit)
             answers = yield from self._every_shard(push)
         self._new_context()
         result, *others = [each.result for each in answers.values()]
@@ -1261,10 +1275,25 @@ class SimTrainer:
 
     def _push_early(self) -> Generator[Ask, Any, None]:
         self._early.append(self._gradient())
-        gradients = form_of(self.version).pack(self._early[-1])
         with self._push_ids.one() as push_id:
-            push = Push(push_id=push_id, context_id=self._context_id, gradients=gradients, commit=None)
-            yield from self._every_shard(push)
+            yield from self._every_shard(self._pushing(push_id, self._early[-1], None))
+
+    def _pushing(self, push_id: PushId, tensors: Tensors | None, commit: CommitInfo | None) -> Push:
+        """Gradients on their way: in the message, or written into the mailboxes now."""
+        content = None if tensors is None else form_of(self.version).pack(tensors)
+        if content is None or not self._mailboxes:
+            return Push(push_id=push_id, context_id=self._context_id, gradients=content, commit=commit)
+        for mailbox in self._mailboxes.values():
+            for bucket in mailbox.offsets.buckets:
+                mailbox.bytes_of(bucket.index)[:] = content[bucket.index]
+                mailbox.set_word(bucket.index, push_id.sequence)
+        return Push(
+            push_id=push_id,
+            context_id=self._context_id,
+            gradients=None,
+            mailboxes=self._mailboxes,
+            commit=commit,
+        )
 
     def _abandon(self) -> Generator[Ask, Any, None]:
         with self._push_ids.one() as push_id:

@@ -2,13 +2,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from core_builders import tensor_spec
+from core_builders import model_spec, tensor_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pserver.core.staging import Staging
 from pserver.errors import InvalidRequest
-from pserver.wire.layout import build_layout
+from pserver.wire.layout import BUFFERS, build_layout
 from pserver.wire.tensors import element_type, to_bytes
 
 FLOAT32 = element_type(torch.float32).code
@@ -48,9 +48,9 @@ def test_buckets_arrive_in_chunks_of_any_size_and_interleaved(cuts, random):
 
 
 def test_an_fp16_buffer_that_is_read_as_fp32_is_refused(staging):
-    with pytest.raises(InvalidRequest, match=r"bucket 2 holds torch\.float16, but the chunk holds torch\.float32"):
+    with pytest.raises(InvalidRequest, match=r"bucket 2 comes as torch\.float16, but the chunk holds torch\.float32"):
         staging.add_chunk(2, 0, FLOAT32, bytes(64))
-    with pytest.raises(InvalidRequest, match=r"bucket 0 holds torch\.float32, but the chunk holds torch\.float16"):
+    with pytest.raises(InvalidRequest, match=r"bucket 0 comes as torch\.float32, but the chunk holds torch\.float16"):
         staging.add_chunk(0, 0, FLOAT16, bytes(64))
 
 
@@ -101,3 +101,117 @@ def test_whether_anything_has_come_is_known(staging):
 
 def test_a_stream_for_no_buckets_is_complete_at_once():
     assert Staging([]).complete() == {}
+
+
+# Encoded buckets
+
+UINT8 = element_type(torch.uint8).code
+#: Codec, arguments, and the sizes that an encoded bucket of 32 x 32 float32 elements may have.
+ENCODED = {
+    "float16": ({}, {2048}),
+    "int8": ({"block": 256}, {1024 + 16}),
+    "topk": ({"ratio": 0.125}, {1024}),
+    "powersgd": ({"rank": 2}, {512, 4096}),
+}
+
+
+def encoded(codec, *, shape=(32, 32)):
+    """A stream of one bucket that comes encoded, and of a buffer that never does."""
+    spec = model_spec(
+        tensors=(tensor_spec("w", *shape), tensor_spec("b", 16, group=BUFFERS)),
+        bucket_bytes=4096,
+        codec=codec,
+        codec_arguments=ENCODED[codec][0],
+    )
+    layout = spec.layout()
+    return Staging(layout.buckets, spec.coding(layout))
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+def test_what_is_encoded_comes_in_the_codecs_sizes_and_is_decoded(codec):
+    for size in ENCODED[codec][1]:
+        staging = encoded(codec)
+        data = bytearray(size)
+        if codec == "topk":
+            data[:512] = to_bytes(torch.arange(128, dtype=torch.int32))
+        staging.add_chunk(0, 0, UINT8, bytes(data[:300]))
+        staging.add_chunk(1, 0, FLOAT32, bytes(64))
+        staging.add_chunk(0, 300, UINT8, bytes(data[300:]))
+        staged = staging.complete()
+        assert torch.equal(staged[0], torch.zeros(1024))
+        assert torch.equal(staged[1], torch.zeros(16))
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+@pytest.mark.parametrize("code", [FLOAT32, FLOAT16, element_type(torch.int8).code])
+def test_an_encoded_bucket_comes_as_bytes_only(codec, code):
+    with pytest.raises(InvalidRequest, match=r"bucket 0 comes as torch\.uint8, but the chunk holds"):
+        encoded(codec).add_chunk(0, 0, code, bytes(8))
+
+
+def test_a_buffer_never_comes_encoded():
+    with pytest.raises(InvalidRequest, match=r"bucket 1 comes as torch\.float32, but the chunk holds torch\.uint8"):
+        encoded("float16").add_chunk(1, 0, UINT8, bytes(32))
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+@pytest.mark.parametrize("first", [0, 100])
+def test_more_bytes_than_the_codec_gives_are_refused_and_take_no_memory(codec, first):
+    staging, most = encoded(codec), max(ENCODED[codec][1])
+    if first:
+        staging.add_chunk(0, 0, UINT8, bytes(first))
+    with pytest.raises(InvalidRequest, match=f"bucket 0 of at most {most} bytes: .*got {most + 1 - first} bytes"):
+        staging.add_chunk(0, first, UINT8, bytes(most + 1 - first))
+    assert staging.empty == (not first)
+    assert sum(each.nbytes for each in staging._tensors.values()) == (most if first else 0)
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+@pytest.mark.parametrize("missing", [1, 4, 500])
+def test_fewer_bytes_than_the_codec_gives_are_refused(codec, missing):
+    for size in ENCODED[codec][1]:
+        staging = encoded(codec)
+        staging.add_chunk(0, 0, UINT8, bytes(size - missing))
+        staging.add_chunk(1, 0, FLOAT32, bytes(64))
+        with pytest.raises(InvalidRequest, match=f"bucket 0 is incomplete: {size - missing} of .*{size}.* bytes came"):
+            staging.complete()
+
+
+def test_a_stream_without_the_encoded_bucket_is_refused():
+    staging = encoded("topk")
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    with pytest.raises(InvalidRequest, match="bucket 0 is incomplete: 0 of 1024 bytes"):
+        staging.complete()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 1024, b"\0" * 1024, bytes(range(256)) * 4], ids=["ff", "00", "ramp"])
+def test_garbage_that_the_codec_refuses_is_refused(garbage):
+    staging = encoded("topk")
+    staging.add_chunk(0, 0, UINT8, garbage)
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    with pytest.raises(InvalidRequest, match="bucket 0: expected 128 different ascending indices below 1024"):
+        staging.complete()
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("codec", ENCODED)
+def test_any_bytes_are_decoded_to_the_buckets_size_or_refused(codec, data):
+    staging = encoded(codec)
+    size = data.draw(st.sampled_from(sorted(ENCODED[codec][1])))
+    staging.add_chunk(0, 0, UINT8, data.draw(st.randoms(use_true_random=False)).randbytes(size))
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    try:
+        staged = staging.complete()
+    except InvalidRequest:
+        return
+    assert (staged[0].shape, staged[0].dtype) == ((1024,), torch.float32)
+
+
+def test_the_memory_of_an_encoded_bucket_follows_from_its_size_and_no_argument():
+    """A trainer chooses the arguments; what a server takes for them is bounded by the model all the same."""
+    for codec, arguments in (("powersgd", {"rank": 1 << 62}), ("int8", {"block": 1}), ("topk", {"ratio": 1.0})):
+        spec = model_spec(
+            tensors=(tensor_spec("w", 32, 32),), bucket_bytes=4096, codec=codec, codec_arguments=arguments
+        )
+        coding = spec.coding(spec.layout()).of_gradients(spec.layout().buckets[0])
+        assert max(coding.sizes) == 4096

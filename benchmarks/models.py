@@ -1,0 +1,73 @@
+"""The models of whole training steps, each with one batch for every trainer."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+_WORKERS = Path(__file__).parents[1] / "workers"
+
+_IMAGES_PER_BATCH = 64
+_SENTENCES_PER_BATCH, _TOKENS_PER_SENTENCE, _VOCABULARY = 16, 32, 1000
+
+#: Makes a model and a batch (inputs, targets) from a seed.
+MakeModel = Callable[[int], tuple[nn.Module, Tensor, Tensor]]
+
+
+class TokenTagger(nn.Module):
+    """A small TransformerEncoder, 653,544 parameters; maps tokens [n, length] to logits [n, length, vocabulary]."""
+
+    def __init__(self, *, width: int = 128, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers)
+        self.head = nn.Linear(width, _VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+def make_mnist_cnn(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model of workers/mnist.py, and 64 images of noise with their labels."""
+    if str(_WORKERS) not in sys.path:
+        sys.path.insert(0, str(_WORKERS))
+    from mnist import DigitsNet
+    from mnist_data import IMAGE_SIZE, NUM_CLASSES
+
+    torch.manual_seed(0)
+    model = DigitsNet()
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(_IMAGES_PER_BATCH, 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+    return model, images, torch.randint(NUM_CLASSES, (_IMAGES_PER_BATCH,), generator=generator)
+
+
+def make_transformer(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A `TokenTagger`, and 16 sequences of 32 random tokens, each to be told its own successor."""
+    torch.manual_seed(0)
+    model = TokenTagger()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(_VOCABULARY, (_SENTENCES_PER_BATCH, _TOKENS_PER_SENTENCE), generator=generator)
+    return model, tokens, (tokens + 1) % _VOCABULARY
+
+
+MODELS: Mapping[str, MakeModel] = {"mnist-cnn": make_mnist_cnn, "transformer": make_transformer}
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+) -> Callable[[], object]:
+    """One whole step: forward, loss, backward, optimizer."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+        optimizer.step()
+
+    return step

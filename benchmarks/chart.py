@@ -52,6 +52,7 @@ def draw_chart(path: Path, figures: Figures) -> None:
     axes.title.set_fontsize(10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
     if figures.skipped:
         lines = [f"skipped: {each.case}: {each.reason}" for each in figures.skipped]
         figure.supxlabel("\n".join(lines), fontsize=8)

@@ -80,7 +80,7 @@ def test_status_shows_models_shards_and_trainers(trainers: list[Trainer], cluste
     shards = [row for row in cells["shards"] if row[0] == "watched"]
     assert [row[1] for row in shards] == ["s0", "s1"]
     for row in shards:
-        assert re.fullmatch(r"\d+\.\d kB", row[2])
+        assert re.fullmatch(r"\d+\.\d kB|\d+ B", row[2])
         assert row[3:] == [str(NUM_STEPS), str(NUM_STEPS)]
     assert [row[0] for row in cells["trainers"]] == ["0", "1"]
     for _, trainer_id, step, lease, lag, reported in cells["trainers"]:

@@ -18,6 +18,7 @@ from pserver.testing.local_cluster import LocalCluster
 from pserver.transport.faults import Fault, FaultKind
 from tests.cluster.interrupted_trainer import make, train
 from tests.cluster.processes import SOON_S, START_S, Child, Cluster, Start
+from tests.routes import Route
 
 NUM_ROUNDS = 4
 ALWAYS = 1_000_000
@@ -68,8 +69,8 @@ def test_a_step_that_was_interrupted_counts_once_and_training_goes_on(
     assert cluster.model(name).num_accepted == 2 * NUM_ROUNDS
 
 
-def test_a_push_that_was_interrupted_is_in_its_context_on_all_shards_or_on_none() -> None:
-    with LocalCluster(2, timeout_s=1.0) as local, local.connect() as session:
+def test_a_push_that_was_interrupted_is_in_its_context_on_all_shards_or_on_none(route: Route) -> None:
+    with LocalCluster(2, timeout_s=1.0) as local, local.connect(transport=route.transport) as session:
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(torch.zeros(64))
         refs = pserver.distribute(module, cluster=session, bucket_bytes=128).parameter_refs()
@@ -78,7 +79,7 @@ def test_a_push_that_was_interrupted_is_in_its_context_on_all_shards_or_on_none(
         opened.accumulate(module.weight, torch.ones(64))
         optimizer.push(opened.context_id)
 
-        fault = Fault(kind=FaultKind.LOSE_REQUEST, method="Step", times=ALWAYS, address=local.address(1))
+        fault = Fault(kind=FaultKind.LOSE_REQUEST, method=route.method, times=ALWAYS, address=local.address(1))
         local.faults.faults.append(fault)
         opened.accumulate(module.weight, torch.full((64,), 10.0))
         with pytest.raises(PserverError):

@@ -63,7 +63,9 @@ def make_and_drop_model(session: Session) -> list[weakref.ref[object]]:
     optimizer.step()
     session.drop_model("dropped")
     model = optimizer._model
-    return [weakref.ref(each) for each in (model, model._replica.values, model._replica.gradients)]
+    assert model is not None
+    (shard,) = model._shards._clients
+    return [weakref.ref(each) for each in (model, model._replica, shard, shard.readable, shard.outgoing)]
 
 
 def report(capsys: pytest.CaptureFixture[str], what: str, server_bytes: int, trainer_bytes: int) -> None:

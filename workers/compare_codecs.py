@@ -66,6 +66,8 @@ def draw(results: Mapping[str, Runs], path: Path) -> None:
     by_round.set_ylim(70, 100)
     by_bytes.set_xlabel("gradients sent by one trainer, MB")
     by_bytes.set_xscale("log")
+    by_bytes.set_xlim(left=1)
+    by_bytes.xaxis.set_major_formatter("{x:g}")
     for axes in (by_round, by_bytes):
         axes.grid(alpha=0.3)
     by_round.legend(loc="lower right", fontsize=8)

@@ -31,7 +31,7 @@ class Candidate:
 
 
 CANDIDATES = {
-    "none": Candidate(compress=NoCompression(), label="none", colour="#7f7f7f"),
+    "none": Candidate(compress=NoCompression(), label="NoCompression()", colour="#7f7f7f"),
     "fp16": Candidate(compress=Float16(), label="Float16()", colour="#1f77b4"),
     "bf16": Candidate(compress=BFloat16(), label="BFloat16()", colour="#17becf"),
     "bf16-pull": Candidate(

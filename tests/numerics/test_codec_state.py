@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from pserver.client.cluster import Cluster
 from pserver.compress import Codec, ErrorFeedback, PowerSGD, TopK
+from pserver.errors import DeadlineExceeded
 from pserver.testing.local_cluster import LocalCluster
 from tests.numerics.compressing import FED_BACK, LOSSY
+from tests.numerics.conftest import TIMEOUT_S
 from tests.numerics.training import (
     RECIPES,
     Batch,
     assert_same_bits,
+    in_parallel,
     make_batches,
     make_module,
     of_rank,
@@ -22,6 +26,7 @@ from tests.numerics.training import (
     step_on,
     values,
 )
+from tests.waiting import set_timeout
 
 
 @pytest.fixture
@@ -70,12 +75,14 @@ def resume(
     cluster: LocalCluster, name: str, checkpoints: Sequence[Any], *, with_codec: bool = True, **shared: Any
 ) -> list[list[torch.Tensor]]:
     """The last three steps in a new model, from the checkpoints."""
+    all_registered = Barrier(2)
 
     def program(session: Cluster) -> Any:
         values_then, optimizer_then, codec_then = checkpoints[session.rank]
         module = make_module(seed=99)
         module.load_state_dict(values_then)
         optimizer = remote_optimizer(session, module, RECIPES["adam"], name, **shared)
+        all_registered.wait(TIMEOUT_S)
         optimizer.load_state_dict(optimizer_then)
         if with_codec:
             optimizer.load_codec_state_dict(codec_then)
@@ -96,6 +103,21 @@ def test_a_run_that_was_saved_ends_with_the_bits_of_one_that_was_not(
     if checkpoints[0][2]:
         without = resume(cluster, f"{name}-without", checkpoints, with_codec=False, compress=codec)
         assert not torch.equal(without[0][0], expected[0][0]), "the codec's state matters"
+
+
+@pytest.mark.xfail(reason="a trainer that is alone so far replaces the model alone", strict=True)
+def test_a_trainer_that_loads_before_the_others_have_registered_waits_for_them(
+    cluster: LocalCluster, name: str
+) -> None:
+    with cluster.connect(0, 2) as one, cluster.connect(1, 2) as other:
+        first = remote_optimizer(one, make_module(), RECIPES["adam"], name)
+        state = first.state_dict()
+        set_timeout(one, 0.3)
+        with pytest.raises(DeadlineExceeded):
+            first.load_state_dict(state)
+        set_timeout(one, TIMEOUT_S)
+        second = remote_optimizer(other, make_module(), RECIPES["adam"], name)
+        in_parallel(lambda: first.load_state_dict(state), lambda: second.load_state_dict(state))
 
 
 ROUNDED = pytest.mark.xfail(reason="no state has the masters of parameters that are rounded on their way", strict=True)

@@ -19,13 +19,11 @@ from pserver.testing.local_cluster import LocalCluster
 WHOLE = 423_488
 
 
-def left(accuracy: float, *, sent_bytes: int = 1_000_000, received_bytes: int = 4_000_000) -> dict[str, Any]:
-    """What a run of 100 rounds and 7 seconds leaves."""
-    end = {"seconds": 7.0, "round": 100, "sent_bytes": sent_bytes, "accuracy": accuracy}
-    return {
-        "curve": [{**end, "round": 1, "sent_bytes": 10_000, "accuracy": 0.1}, end],
-        "received_bytes": received_bytes,
-    }
+def left(accuracy: float, *, sent_bytes: int = 1_000_000, seconds: float = 7.0) -> dict[str, Any]:
+    """What a run of 100 rounds leaves."""
+    end = {"seconds": seconds, "round": 100, "sent_bytes": sent_bytes, "accuracy": accuracy}
+    start = {"seconds": 0.1, "round": 1, "sent_bytes": 10_000, "accuracy": 0.1}
+    return {"curve": [start, end], "received_bytes": 4_000_000}
 
 
 @pytest.mark.parametrize(("codec", "sent", "received"), [("none", WHOLE, WHOLE), ("bf16-pull", WHOLE // 2, WHOLE // 2)])

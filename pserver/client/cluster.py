@@ -5,7 +5,8 @@ import atexit
 import logging
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,6 +80,7 @@ class Cluster:
         self._lease: LeaseKeeper | None = None
         self._lost: PserverError | None = None
         self._under_way: set[asyncio.Task[Any]] = set()  # on the network loop; ended when the lease is lost
+        self._worker: ThreadPoolExecutor | None = None
         self._closed = False
         self._process = os.getpid()
         self._token: Token[Cluster | None] | None = None
@@ -129,6 +131,8 @@ class Cluster:
         atexit.unregister(self.close)
         if self._forked:
             return
+        if self._worker is not None:
+            self._worker.shutdown(cancel_futures=True)
         lost = self._lost is not None
         if self._lease is not None:
             self._lease.close()
@@ -213,6 +217,13 @@ class Cluster:
         return self._member
 
     @property
+    def worker(self) -> Executor:
+        """One thread for what a training loop should not wait for; calls run in order."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="pserver-early")
+        return self._worker
+
+    @property
     def push_ids(self) -> PushIds:
         """Where mutations get their ids from."""
         return self._push_ids
@@ -236,6 +247,15 @@ class Cluster:
             coroutine.close()
             raise
         return self._loop.run(self._until_lost(coroutine))
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a quick function on the network loop, soon; such calls keep their order.
+
+        Raises:
+            InvalidRequest: the session is not open.
+        """
+        self.require_member()
+        self._loop.post(function, *arguments)
 
     def call_coordinator(
         self, method: str, request: Message, reply_type: type[M], *, what: str, timeout_s: float | None = None

@@ -1,7 +1,8 @@
 """A model whose parameters live on servers: its steps, as a trainer takes them."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from pserver.client.replica import Replica
 from pserver.client.shard_client import Push
 from pserver.client.shards import Shards
 from pserver.client.step_counts import ModelStatistics, StepCounts
+from pserver.client.undecided import Undecided
 from pserver.core.messages import CommitInfo
 from pserver.core.optimizers import check_options
 from pserver.core.rules import GradientRules
 from pserver.core.sync import Async
 from pserver.errors import ERRORS, DeadlineExceeded, InvalidRequest, PserverError, ServerErrors
 from pserver.transport.gen import coordinator_pb2 as pb
-from pserver.types import GroupOptions, StepResult
-from pserver.wire.compress import Codec, ErrorFeedback
+from pserver.types import GroupOptions, PushId, StepResult
 from pserver.wire.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,20 @@ class SharedModel:
         self._unsettled: Push | None = None
         self._warned = False
         self._absent: frozenset[int] = frozenset()
+        self._early: _Early | None = None
         self._codec_layout: int | None = None
         self.codec_state: Any = None
         self._register(Replica(description, cluster.world_size), {}, replaces=0)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the model's tensors are in buckets."""
+        return self._replica.layout
+
+    @property
+    def stepped(self) -> Mapping[int, torch.Tensor]:
+        """The parameters that are stepped, by index in the layout."""
+        return self._replica.stepped
 
     @property
     def round(self) -> int:
@@ -79,6 +91,7 @@ class SharedModel:
             LayoutMismatch: another trainer asks for something else. InvalidRequest: a state that servers cannot take.
             DeadlineExceeded: names who has not asked.
         """
+        self.abandon_early()
         self._settle(scatter=False)
         replica = Replica(description, self._cluster.world_size)
         state = with_present_masters(state, replica.tensors)
@@ -94,7 +107,7 @@ class SharedModel:
         if self._codec_layout != replica.layout.fingerprint:
             # What a codec remembers is of buckets; of others it knows nothing.
             self._codec_layout, self.codec_state = replica.layout.fingerprint, replica.coding.codec.make_state()
-            self._undecided: _Undecided = _Undecided(replica.coding.codec, self.codec_state)
+            self._undecided: Undecided = Undecided(replica.coding.codec, self.codec_state)
 
     def pull_state(self) -> dict[int, dict[str, object]]:
         """Reads the optimizer state: by index in the description's tensors, under torch's names, on the CPU.
@@ -124,6 +137,37 @@ class SharedModel:
             commit=None,
         )
         self._finish(self._unsettled)
+
+    def send_early(self, gradients: Mapping[int, torch.Tensor], buckets: Sequence[int]) -> None:
+        """Sends a part of the next step's gradients, if no earlier step is unsettled; `step` sends what is left.
+
+        May be called from another thread, while no other method is.
+
+        Args:
+            gradients: by index in the layout.
+            buckets: those that are complete with them.
+        """
+        if self._unsettled is not None:
+            return
+        self._replica.check(gradients)
+        if self._early is None:
+            self._early = _Early(self._cluster.push_ids.issue(), self._cluster.contexts.new_id())
+            self._shards.prepare()
+            self._shards.begin(self._early.push_id, self._early.context_id)
+        self._early.buckets -= self._replica.buckets_with(gradients)
+        self._undecided.take_back(buckets)
+        self._shards.gather(gradients, buckets, self.codec_state)
+        self._early.tensors |= gradients.keys()
+        self._early.buckets |= set(buckets)
+        self._shards.send(buckets)
+
+    def abandon_early(self) -> None:
+        """What was sent early is not wanted."""
+        early, self._early = self._early, None
+        if early is not None:
+            self._shards.abandon()
+            self._undecided.take_all_back()
+            self._cluster.push_ids.settle(early.push_id)
 
     def step(
         self,
@@ -167,15 +211,21 @@ class SharedModel:
         settled = self._settle()
         if again and settled is not None:
             return self._told(settled)
+        if gradients is None or not samples:
+            self.abandon_early()
         absent: Set[int] = frozenset()
+        if self._early is not None:
+            context_id = self._early.context_id
         if gradients is not None:
             absent = self._gather(context_id, gradients, counts=samples > 0)
         self._step += 1
+        early, self._early = self._early, None
         self._unsettled = Push(
-            push_id=self._cluster.push_ids.issue(),
+            push_id=self._cluster.push_ids.issue() if early is None else early.push_id,
             context_id=context_id,
             absent=absent,
             with_gradients=gradients is not None,
+            early=frozenset() if early is None else frozenset(early.buckets),
             commit=CommitInfo(
                 step=self._step,
                 base_round=base_round,
@@ -215,15 +265,30 @@ class SharedModel:
         Args:
             counts: whether the gradients have weight in the mean; if not, what the codec remembers stays as it is.
         """
-        codec = self._replica.coding.codec
         tensors = self._replica.to_send(gradients)
-        self._absent = frozenset(index for index, tensor in tensors.items() if tensor is None)
+        if self._early is None:
+            self._shards.prepare()
+            buckets = self._replica.exchanged_buckets
+        else:
+            # A gradient may have been written to without a trace, through `.data`: only its bits tell.
+            known = self._early.tensors
+            tensors = {
+                index: tensor
+                for index, tensor in tensors.items()
+                if index not in known or tensor is None or not self._shards.gathered(index, tensor)
+            }
+            self._early.buckets -= self._replica.buckets_with(tensors)
+            buckets = self._replica.exchanged_buckets - self._early.buckets
+            self._undecided.take_back(buckets)
+        self._absent = frozenset(index for index, each in self._replica.by_index(gradients).items() if each is None)
         absent = self._absent - self._undecided.kept_of(self._absent, self._replica.layout)
         try:
-            self._shards.gather(tensors, self.codec_state if counts else codec.make_state())
+            codec_state = self.codec_state if counts else self._replica.coding.codec.make_state()
+            self._shards.gather(tensors, buckets, codec_state)
         except BaseException:
             self._undecided.add(context_id)
             self._undecided.give_back(context_id, last_only=True)
+            self.abandon_early()
             raise
         self._undecided.add(context_id)
         return absent
@@ -330,50 +395,11 @@ class SharedModel:
         return DeadlineExceeded(str(error))
 
 
-class _Undecided:
-    """What error feedback has counted as sent, by context, until it is known whether it is applied.
+@dataclass(slots=True)
+class _Early:
+    """A push that has begun: tensors that were gathered for it, and buckets that were sent and are still right."""
 
-    Args:
-        codec, state: of the model on this trainer; for another codec than error feedback nothing is kept.
-    """
-
-    def __init__(self, codec: Codec, state: Any) -> None:
-        self._codec = codec if isinstance(codec, ErrorFeedback) else None
-        self._state = state
-        self._pushes: dict[int, list[dict[int, Any]]] = {}
-
-    def add(self, context_id: int) -> None:
-        """What has just been encoded is one more push of this context."""
-        if self._codec is not None:
-            self._pushes.setdefault(context_id, []).append(self._state.sent)
-            self._state.sent = {}
-
-    def forget(self, context_id: int) -> None:
-        """The context has been applied, or is not wanted any more."""
-        self._pushes.pop(context_id, None)
-
-    def give_back(self, context_id: int, *, last_only: bool = False) -> None:
-        """The context, or its last push, has not been applied: it goes out with later gradients."""
-        pushes = self._pushes.pop(context_id, [])
-        if self._codec is None or not pushes:
-            return
-        for sent in pushes[-1:] if last_only else pushes:
-            self._state.sent = sent
-            for bucket in sent.keys() & self._state.residuals.keys():
-                self._codec.give_back(self._state, bucket)
-        self._state.sent = {}
-        if last_only and pushes[:-1]:
-            self._pushes[context_id] = pushes[:-1]
-
-    def kept_of(self, tensors: Set[int], layout: Layout) -> frozenset[int]:
-        """Those of some tensors of which something is kept: it may be sent without a gradient."""
-        if self._codec is None or not tensors:
-            return frozenset()
-        return frozenset(
-            segment.tensor
-            for bucket, segments in enumerate(layout.segments)
-            for segment in segments
-            if segment.tensor in tensors
-            and (residual := self._state.residuals.get(bucket)) is not None
-            and residual[segment.start : segment.stop].any()
-        )
+    push_id: PushId
+    context_id: int
+    tensors: set[int] = field(default_factory=set)
+    buckets: set[int] = field(default_factory=set)

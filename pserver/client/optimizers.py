@@ -1,6 +1,7 @@
 """The drop-in optimizer: torch's shape, steps on the servers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from pserver.client.cluster import Cluster, current_cluster
 from pserver.client.description import ModelDescription
+from pserver.client.early_push import EarlyPush, is_compiled
 from pserver.client.grad_scaling import GradScaling
 from pserver.client.model import SharedModel
 from pserver.client.params import Named, Params, describe, in_groups, unnamed
@@ -45,6 +47,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             that drop much want `ErrorFeedback` around them: `codec_state_dict` has what it keeps.
         pull_dtype: what parameters are rounded to on their way to every trainer, torch.float16 or torch.bfloat16; the
             servers keep theirs. None: nothing is lost.
+        early_push: whether gradients are sent during the backward pass, bucket by bucket as they become ready; `step`
+            sends what is left, and again what was changed since. The result is the same.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
 
@@ -71,6 +75,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         compress: Codec | None = None,
         pull_dtype: torch.dtype | None = None,
+        early_push: bool = False,
         cluster: Cluster | None = None,
         bucket_bytes: int = 0,
         **kwargs: Any,
@@ -98,7 +103,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
             "pull_dtype": pull_dtype,
         }
         self._registered: list[dict[str, object]] = []
+        self._early: EarlyPush | None = None
         self._model = SharedModel(self._cluster, self._describe())
+        self._early_push = early_push
+        self._watch()
         # Torch warns of schedulers that are stepped before their optimizer; here others may have stepped it already.
         self._opt_called = self._model.round > 0
 
@@ -111,8 +119,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         A schedule that follows it is the same for trainers that join late, are skipped or refused:
         `while scheduler.last_epoch < optimizer.round: scheduler.step()`.
         """
-        assert self._model is not None
-        return self._model.round
+        return self._shared().round
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1, grad_scaler: Any = None) -> Any:
         """Steps with the mean of all trainers' gradients; the parameters are complete when it returns.
@@ -150,6 +157,18 @@ class RemoteOptimizer(torch.optim.Optimizer):
         scaling.tell(grad_scaler, result.overflow if result.accepted else overflow)
         return loss
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For backward passes whose gradients only accumulate: with `early_push` nothing is sent in the block."""
+        with self._early.paused() if self._early is not None else nullcontext():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, as in torch; what was sent of them without a step counts nowhere."""
+        super().zero_grad(set_to_none)
+        if self._early is not None:
+            self._shared().abandon_early()
+
     def skip(self) -> None:
         """Takes part in a round without a gradient, for example on a trainer that has run out of data.
 
@@ -167,8 +186,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return [parameter.grad for parameter in self._parameters]
 
     def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
-        assert self._model is not None
-        return self._model.step(
+        return self._shared().step(
             self._cluster.contexts.new_id(),
             gradients,
             samples=samples,
@@ -179,8 +197,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def statistics(self) -> ModelStatistics:
         """What became of this trainer's steps: counts, and a histogram of staleness."""
-        assert self._model is not None
-        return self._model.statistics()
+        return self._shared().statistics()
 
     # State
 
@@ -189,8 +206,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         Tensors are on the CPU. Parameters in half precision have their float32 master in it as `master_param`.
         """
-        assert self._model is not None
-        states = self._model.pull_state()
+        states = self._shared().pull_state()
         try:
             self.state.update({self._tensors[index]: state for index, state in states.items()})
             return super().state_dict()
@@ -206,7 +222,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             ValueError: the groups do not fit, as torch says it. InvalidRequest: a state that servers cannot take.
             DeadlineExceeded: names the ranks that did not call.
         """
-        assert self._model is not None
+        model = self._shared()
         before = [dict(group) for group in self.param_groups]
         seen: list[Mapping[str, Any]] = []
         # Hooks may replace the state; this one comes last.
@@ -223,10 +239,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.state.clear()
         states.update(self._precise(seen[-1]))
         try:
-            self._model.replace(self._describe(), states)
+            model.replace(self._describe(), states)
         except BaseException:
             self.param_groups = before
             raise
+        self._watch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with parameters that were in none until now; rounds and the other groups' state go on.
@@ -239,17 +256,19 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._model is None:
             super().add_param_group(param_group)
             return
-        self._model.catch_up()
-        states = {self._tensors[index]: state for index, state in self._model.pull_state().items()}
+        model = self._shared()
+        model.catch_up()
+        states = {self._tensors[index]: state for index, state in model.pull_state().items()}
         before = list(self.param_groups)
         super().add_param_group(param_group)
         try:
             description = self._describe()
-            self._model.replace(description, {self._indices[each]: state for each, state in states.items()})
+            model.replace(description, {self._indices[each]: state for each, state in states.items()})
         except BaseException:
             self.param_groups[:] = before
             self._describe()
             raise
+        self._watch()
 
     def broadcast_parameters(self) -> None:
         """Makes the lowest rank's parameters and buffers everybody's and the servers'; optimizer state goes on.
@@ -259,16 +278,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             DeadlineExceeded: names the ranks that did not call.
         """
-        assert self._model is not None
-        self._model.replace(self._describe(), self._model.pull_state())
+        model = self._shared()
+        model.replace(self._describe(), model.pull_state())
 
     def codec_state_dict(self) -> dict[str, torch.Tensor]:
         """What this trainer's codec remembers (residuals, factors): own tensors, to be saved beside `state_dict`.
 
         Every trainer has its own. The last step counts as settled.
         """
-        assert self._model is not None
-        state = self._model.codec_state
+        state = self._shared().codec_state
         return {} if state is None else dict(state.state_dict())
 
     def load_codec_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -277,12 +295,29 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidRequest: the codec was another one.
         """
-        assert self._model is not None
-        state = self._model.codec_state
+        state = self._shared().codec_state
         if state is not None:
             state.load_state_dict(state_dict)
         elif state_dict:
             raise InvalidRequest(f"this codec remembers nothing, but the state has {sorted(state_dict)[:4]}")
+
+    def _shared(self) -> SharedModel:
+        """The model, once nothing is being done to it beside this thread."""
+        assert self._model is not None
+        if self._early is not None:
+            self._early.drain()
+        return self._model
+
+    def _watch(self) -> None:
+        """Sees gradients of the model as it is now become ready, if they are to be pushed early."""
+        assert self._model is not None
+        assert self._cluster is not None
+        if self._early is not None:
+            self._early.close()
+        if self._early_push and not is_compiled(self._module):
+            self._early = EarlyPush(
+                self._model.layout, self._model.stepped, self._model.send_early, self._cluster.worker
+            )
 
     def _describe(self) -> ModelDescription:
         named: Named = unnamed(self.param_groups) if self._module is None else list(self._module.named_parameters())

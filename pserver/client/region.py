@@ -6,8 +6,9 @@ events order it, and nothing waits for the whole device. https://docs.pytorch.or
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,19 @@ class _Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
+
+
+class _Stretch(NamedTuple):
+    """A bucket's place in a run of buckets: elements from `start` on of the run's memory."""
+
+    host: torch.Tensor
+    near: torch.Tensor
+    start: int
+    num_elements: int
+
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        part = slice(self.start, self.start + self.num_elements)
+        return self.host[part], self.near[part]
 
 
 class Region:
@@ -54,16 +68,15 @@ class Region:
         elif self._on_cuda:
             memory = registered_with_driver(memory)
         self._memory = memory
-        self._host: list[torch.Tensor] = []
-        self._near: list[torch.Tensor] = []
+        self._stretches: dict[int, _Stretch] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         on_flat = _tensors_by_flat(layout)
         for run in offsets.runs():
             first, last = offsets.range_of(run[0].index), offsets.range_of(run[-1].index)
             host = tensor_over(memory[first.start : last.stop], run[0].dtype)
             near = torch.zeros_like(host, device=device) if self._on_cuda else host
-            self._host.append(host)
-            self._near.append(near)
+            for bucket in run:
+                self._stretches[bucket.index] = _Stretch(host, near, bucket.start - run[0].start, bucket.num_elements)
             for piece in _pieces(layout, on_flat[run[0].flat], run[0].start, near):
                 self._pieces.setdefault(piece.tensor, []).append(piece)
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
@@ -78,11 +91,12 @@ class Region:
         return any(not piece.whole for piece in self._pieces.get(tensor, ()))
 
     @torch.no_grad()
-    def gather(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
+    def gather(self, tensors: Mapping[int, torch.Tensor | None], buckets: Iterable[int] | None = None) -> None:
         """Copies tensors into the buckets; the host memory is complete on return.
 
         Args:
             tensors: by index in the layout, of its shape and dtype; None is zeros. Others stay as they are.
+            buckets: those whose host memory is to be complete; None: all.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -102,7 +116,7 @@ class Region:
         if targets:
             torch._foreach_copy_(targets, sources)
         if self._on_cuda:
-            self._copy_between(to_host=True)
+            self._copy_between(self._runs() if buckets is None else self._of(buckets), to_host=True)
 
     @torch.no_grad()
     def scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -112,7 +126,7 @@ class Region:
             tensors: by index in the layout; those that the region cuts must be contiguous.
         """
         if self._on_cuda:
-            self._copy_between(to_host=False)
+            self._copy_between(self._runs(), to_host=False)
         found = [(piece, tensor) for index, tensor in tensors.items() for piece in self._pieces.get(index, ())]
         if found:
             targets = [tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop] for piece, tensor in found]
@@ -128,12 +142,20 @@ class Region:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy_between(self, *, to_host: bool) -> None:
+    def _of(self, buckets: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Host and device memory of some of the buckets."""
+        return [found.both() for bucket in buckets if (found := self._stretches.get(bucket)) is not None]
+
+    def _runs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Host and device memory of all buckets, in as few pieces as can be."""
+        return list({id(each.host): (each.host, each.near) for each in self._stretches.values()}.values())
+
+    def _copy_between(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, to_host: bool) -> None:
         assert self._stream is not None
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for host, near in zip(self._host, self._near, strict=True):
+            for host, near in pairs:
                 target, source = (host, near) if to_host else (near, host)
                 target.copy_(source, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

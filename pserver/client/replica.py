@@ -1,6 +1,6 @@
 """A model's tensors on this trainer."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -19,7 +19,8 @@ class Replica:
 
     Attributes:
         tensors: all of them, by index in the layout.
-        exchanged: those that travel with every step.
+        stepped: the parameters among them that are stepped, by index.
+        exchanged: those that travel with every step; `exchanged_buckets`: the buckets that do.
 
     Not thread-safe.
     """
@@ -32,14 +33,19 @@ class Replica:
         self.device = model_device([each.tensor for each in tensors])
         self.tensors = {index: each.tensor for index, each in enumerate(tensors)}
         self.exchanged = {index: each.tensor for index, each in enumerate(tensors) if each.group != STORED}
-        self._stepped = [index for index, each in enumerate(tensors) if each.group >= 0]
+        self.exchanged_buckets = frozenset(each.index for each in self.layout.buckets if each.group != STORED)
+        self.stepped = {index: each.tensor for index, each in enumerate(tensors) if each.group >= 0}
+        self._buckets_of: dict[int, list[int]] = {}
+        for bucket, segments in enumerate(self.layout.segments):
+            for segment in segments:
+                self._buckets_of.setdefault(segment.tensor, []).append(bucket)
         self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
         self._seen: dict[int, tuple[int, int]] | None = None  # None while the parameters are being written
 
     @property
     def has_complex_parameters(self) -> bool:
         """Whether any parameter that is stepped is complex."""
-        return any(self.tensors[index].is_complex() for index in self._stepped)
+        return any(self.tensors[index].is_complex() for index in self.stepped)
 
     def to_send(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Gradients and the buffers of now, by index.
@@ -51,14 +57,22 @@ class Replica:
             InvalidRequest: one of another shape, dtype, device or memory format than was registered.
         """
         found = self.by_index(gradients) | self._buffers
-        for index, tensor in found.items():
+        self.check(found)
+        return found
+
+    def check(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
+        """Refuses gradients and buffers of another shape, dtype, device or memory format than was registered."""
+        for index, tensor in tensors.items():
             if tensor is not None:
                 self._check(index, tensor)
-        return found
+
+    def buckets_with(self, tensors: Iterable[int]) -> set[int]:
+        """The buckets in which some of these tensors lie, wholly or in part."""
+        return {bucket for index in tensors for bucket in self._buckets_of.get(index, ())}
 
     def by_index(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradients by index of their parameters."""
-        return dict(zip(self._stepped, gradients, strict=True))
+        return dict(zip(self.stepped, gradients, strict=True))
 
     def writing(self) -> None:
         """The parameters are about to be given the servers' values; if that is interrupted, they hold anything."""
@@ -66,7 +80,7 @@ class Replica:
 
     def written(self) -> None:
         """The parameters have been given the servers' values."""
-        self._seen = {index: _state_of(self.tensors[index]) for index in self._stepped}
+        self._seen = {index: _state_of(self.tensors[index]) for index in self.stepped}
 
     def check_unchanged(self, holds: Callable[[int, torch.Tensor], bool]) -> None:
         """Refuses to go on if somebody else has written to the parameters: the servers' values would win silently.
@@ -77,7 +91,7 @@ class Replica:
         Raises:
             InvalidRequest: naming the first parameter that was changed, or one that is not as it was registered.
         """
-        for index in self._stepped:
+        for index in self.stepped:
             parameter = self.tensors[index]
             self._check(index, parameter)
             if self._seen is None or _state_of(parameter) == self._seen[index]:

@@ -1,14 +1,15 @@
 """The RPCs of one shard, as a trainer makes them."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from pserver.client.mapped_shard import MappedShard
+from pserver.client.open_step import OpenStep
 from pserver.client.region import Region
 from pserver.core.coding import Coding
 from pserver.core.messages import CommitInfo, ShardPlacement
@@ -37,6 +38,8 @@ from pserver.wire.tensors import memory_of
 TRANSPORT_SLACK_S = 1.0
 #: A push of up to so many bytes goes, and its parameters come, in one message: a stream costs more than two of them.
 SMALL_BYTES = 64 << 10
+#: A push may begin so long before it is complete, in seconds; if not, it is sent again.
+LONGEST_BACKWARD_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -50,13 +53,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One push, the same bytes for every shard and every retry."""
+    """One push, the same bytes for every shard and every retry. `early`: buckets that were sent when it had begun."""
 
     push_id: PushId
     context_id: int
     absent: Set[int]
     with_gradients: bool
     commit: CommitInfo | None
+    early: Set[int] = frozenset()
 
 
 class ShardClient:
@@ -95,6 +99,7 @@ class ShardClient:
         self._owned = frozenset(bucket.index for bucket in self._buckets)
         self._traffic = traffic
         self._mapped: MappedShard | None = None
+        self._open: _OpenPush | None = None
 
     @property
     def where(self) -> str:
@@ -141,14 +146,14 @@ class ShardClient:
             self._traffic.received_bytes += self._exchanged_bytes
         return found
 
-    def encode(self, codec_state: Any) -> None:
-        """Makes the bytes of what `outgoing` holds, once a push: a retry sends the same."""
+    def encode(self, buckets: Collection[int], codec_state: Any) -> None:
+        """Makes the bytes of what `outgoing` holds of these buckets, once a push: a retry sends the same."""
         futures = {
             bucket.index: coding.encode(codec_state, tensor_over(self.outgoing.bucket_bytes(bucket), bucket.dtype))
             for bucket in self._exchanged
-            if (coding := self._coding.of_gradients(bucket)) is not None
+            if bucket.index in buckets and (coding := self._coding.of_gradients(bucket)) is not None
         }
-        self._encoded = {index: memory_of(future.wait().cpu()) for index, future in futures.items()}
+        self._encoded |= {index: memory_of(future.wait().cpu()) for index, future in futures.items()}
 
     async def find_memory(self, timeout_s: float) -> memoryview:
         """The nonce that proves that the server is on this machine.
@@ -244,6 +249,11 @@ class ShardClient:
             What became of the step, and the round of the values read (None: none were); None without a commit.
         """
         self.outgoing.wait_until_free()
+        begun, self._open = self._open, None
+        if begun is not None:
+            if begun.push_id == push.push_id:
+                return await self._finish(begun, push, timeout_s)
+            begun.call.cancel()
         if self.writable is not None and self.readable is not None:
             return await self._push_once(push, timeout_s, in_memory=push.with_gradients)
         if self._exchanged_bytes <= SMALL_BYTES:
@@ -253,9 +263,9 @@ class ShardClient:
     async def _push_once(
         self, push: Push, timeout_s: float, *, in_memory: bool
     ) -> tuple[StepResult, int | None] | None:
-        request = self._step_request(push)
+        request = self._step_request(push.push_id, push.context_id)
         request.in_memory = in_memory
-        _commit(request, push, timeout_s)
+        _complete(request, push, timeout_s)
         chunks: list[RawChunk] = []
         if in_memory:
             self._traffic.sent_bytes += self._exchanged_bytes
@@ -279,36 +289,77 @@ class ShardClient:
     async def _push_stream(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
         async def requests() -> AsyncIterator[Sendable]:
             packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
-            head, held = self._step_request(push), next(packer, [])
+            head, held = self._step_request(push.push_id, push.context_id), next(packer, [])
             for chunks in packer:
                 yield encode(head, held)
                 head, held = pb.StepRequest(), chunks
-            _commit(head, push, timeout_s)
+            _complete(head, push, timeout_s)
             yield encode(head, held)
 
+        found = await self._step(requests(), timeout_s + TRANSPORT_SLACK_S)
+        if push.commit is not None and found is None:
+            raise InternalError(f"{self.where} ended a step without an outcome")
+        return found
+
+    async def _step(self, requests: AsyncIterator[Sendable], timeout_s: float) -> tuple[StepResult, int | None] | None:
+        """Makes the call and takes what comes; None if nothing does."""
         receiver = self._receiver(() if self.readable is not None else self._exchanged)
         result: StepResult | None = None
-        call = self._channel.call(SHARDS["Step"], requests(), timeout_s=timeout_s + TRANSPORT_SLACK_S)
+        call = self._channel.call(SHARDS["Step"], requests, timeout_s=timeout_s)
         async with aclosing(call) as replies:
             async for reply in replies:
                 if result is None:
                     result = self._result(reply)
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
-        if push.commit is None:
-            return None
-        if result is None:
-            raise InternalError(f"{self.where} ended a step without an outcome")
-        return result, receiver.finish()
+        return None if result is None else (result, receiver.finish())
+
+    # A push that begins before its last gradient is there
+
+    def begin(self, push_id: PushId, context_id: int) -> None:
+        """Begins a push. On shards that take pushes from memory, or in one message, it only seems so."""
+        self.abandon()
+        if self.writable is None and self._exchanged_bytes > SMALL_BYTES:
+            self._open = _OpenPush(push_id, OpenStep(partial(self._step_as_it_comes, push_id, context_id)))
+
+    def send(self, buckets: Collection[int]) -> None:
+        """Sends what `outgoing` holds of these buckets."""
+        if self._open is not None:
+            self._open.call.add([bucket for bucket in self._exchanged if bucket.index in buckets])
+
+    def abandon(self) -> None:
+        """Breaks the push that has begun, if any."""
+        begun, self._open = self._open, None
+        if begun is not None:
+            begun.call.cancel()
+
+    async def _step_as_it_comes(
+        self, push_id: PushId, context_id: int, coming: AsyncIterator["Sequence[Bucket] | _Complete"]
+    ) -> tuple[StepResult, int | None] | None:
+        async def requests() -> AsyncIterator[Sendable]:
+            head = self._step_request(push_id, context_id)
+            async for item in coming:
+                if isinstance(item, _Complete):
+                    _complete(head, item.push, item.timeout_s)
+                    yield head
+                    return
+                for chunks in self._pack(item, self.outgoing):
+                    yield encode(head, chunks)
+                    head = pb.StepRequest()
+
+        return await self._step(requests(), LONGEST_BACKWARD_S)
+
+    async def _finish(self, begun: "_OpenPush", push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
+        late = [bucket for bucket in self._exchanged if bucket.index not in push.early]
+        return await begun.call.finish([late, _Complete(push, timeout_s)], timeout_s + TRANSPORT_SLACK_S, self.where)
 
     def _receiver(self, buckets: Sequence[Bucket]) -> "_Receiver":
         return _Receiver(self.where, buckets, self.incoming if buckets else None, self._coding)
 
-    def _step_request(self, push: Push) -> pb.StepRequest:
+    def _step_request(self, push_id: PushId, context_id: int) -> pb.StepRequest:
         return pb.StepRequest(
             shard=self._address,
-            push_id=push_id_to_proto(push.push_id),
-            context_id=push.context_id,
-            absent_tensors=sorted(push.absent),
+            push_id=push_id_to_proto(push_id),
+            context_id=context_id,
             without_values=self.readable is not None,
         )
 
@@ -335,7 +386,25 @@ class ShardClient:
             yield rest
 
 
-def _commit(request: pb.StepRequest, push: Push, timeout_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    """A push has no more buckets."""
+
+    push: Push
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenPush:
+    """A push that has begun, and the call that carries it."""
+
+    push_id: PushId
+    call: OpenStep[Sequence[Bucket] | _Complete, tuple[StepResult, int | None] | None]
+
+
+def _complete(request: pb.StepRequest, push: Push, timeout_s: float) -> None:
+    """Makes it the last message of a push."""
+    request.absent_tensors.extend(sorted(push.absent))
     if push.commit is not None:
         request.commit.CopyFrom(commit_to_proto(push.commit))
         request.wait_s = timeout_s

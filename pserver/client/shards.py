@@ -109,22 +109,42 @@ class Shards:
 
     # What is sent
 
-    def gather(self, tensors: Mapping[int, torch.Tensor | None], codec_state: Any) -> None:
-        """Puts gradients and buffers where pushes are sent from, and encodes them. No push may be under way.
-
-        Args:
-            tensors: by index in the layout; None is sent as zeros.
-            codec_state: of the model's codec on this trainer; changed in place.
-        """
+    def prepare(self) -> None:
+        """Pushes are about to be gathered: whatever lies where they are sent from is none from now on."""
         for shard in self._clients:
             if shard.writable is not None:
                 shard.writable.stamp(NO_PUSH)
-            shard.outgoing.gather(tensors)
-            shard.encode(codec_state)
+
+    def gather(self, tensors: Mapping[int, torch.Tensor | None], buckets: Collection[int], codec_state: Any) -> None:
+        """Puts gradients and buffers where pushes are sent from, and encodes them. See `prepare`.
+
+        Args:
+            tensors: by index in the layout; None is sent as zeros.
+            buckets: those that are complete now, and are to be encoded.
+            codec_state: of the model's codec on this trainer; changed in place.
+        """
+        for shard in self._clients:
+            shard.outgoing.gather(tensors, buckets)
+            shard.encode(buckets, codec_state)
 
     def gathered(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether that is what was gathered last, bit for bit where it is numbers."""
         return all(shard.outgoing.holds(index, tensor) for shard in self._clients)
+
+    def begin(self, push_id: PushId, context_id: int) -> None:
+        """Begins a push whose buckets are sent before it is complete, see `send`; `push` ends it, or `abandon`."""
+        for shard in self._clients:
+            self._cluster.post(shard.begin, push_id, context_id)
+
+    def send(self, buckets: Collection[int]) -> None:
+        """Sends what was gathered of these buckets, as part of the push that has begun."""
+        for shard in self._clients:
+            self._cluster.post(shard.send, buckets)
+
+    def abandon(self) -> None:
+        """The push that has begun is none; nothing of it is left anywhere."""
+        for shard in self._clients:
+            self._cluster.post(shard.abandon)
 
     def push(self, push: Push) -> StepResult | None:
         """Sends what was gathered; with a commit, returns what became of the step. `read_` has the values then."""

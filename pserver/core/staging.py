@@ -37,7 +37,8 @@ class Staging:
     """Buckets as they arrive. A stream that breaks leaves only this object behind.
 
     Args:
-        buckets: those that may come; each must come whole, its chunks in order.
+        buckets: those that may come; each must come whole, its chunks in order. A chunk from the first byte on begins
+            the bucket anew: what was sent early may have changed since.
         coding: what of them comes encoded, as bytes.
     """
 
@@ -65,13 +66,13 @@ class Staging:
         if dtype != wanted:
             raise InvalidRequest(f"bucket {bucket} comes as {wanted}, but the chunk holds {dtype}")
         most_bytes = expected.num_bytes if coding is None else max(coding.sizes)
-        received = self._received.get(bucket, 0)
+        received = self._received.get(bucket, 0) if offset_bytes else 0
         if offset_bytes != received or not data or received + len(data) > most_bytes:
             raise InvalidRequest(
                 f"bucket {bucket} of at most {most_bytes} bytes: expected a chunk from byte {received} on, got "
                 f"{len(data)} bytes from byte {offset_bytes} on"
             )
-        if received == 0:
+        if bucket not in self._tensors:
             self._tensors[bucket] = torch.empty(most_bytes // dtype.itemsize, dtype=dtype)
         memory_of(self._tensors[bucket])[received : received + len(data)] = data
         self._received[bucket] = received + len(data)

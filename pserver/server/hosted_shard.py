@@ -102,10 +102,10 @@ class HostedShard:
         if self.memory is not None:
             self.memory.extend_lease(until_ns)
 
-    def close_memory(self) -> None:
-        """Trainers ask from now on."""
+    def close_memory(self, *, revoke: bool = True) -> None:
+        """Trainers ask from now on; those who have the values mapped may go on with them unless that is revoked."""
         if self.memory is not None:
-            self.memory.close()
+            self.memory.close(revoke=revoke)
 
     def wake(self) -> None:
         """Makes everybody who waits look again."""

@@ -77,9 +77,9 @@ class ShardHost:
         self._send: Callable[[Report], None] = lambda report: None
 
     def close(self) -> None:
-        """Ends the arithmetic thread, and removes what was shared."""
+        """Ends the arithmetic thread, and removes what was shared; those who have mapped it may read on for a lease."""
         for hosted in self._shards.values():
-            hosted.close_memory()
+            hosted.close_memory(revoke=False)
         self.proof.close()
         self._arithmetic.shutdown(wait=False, cancel_futures=True)
 

@@ -96,10 +96,16 @@ class ShardMemory:
         if known is not None:
             known[0].close()
 
-    def close(self) -> None:
-        """Removes everything; readers see that the lease is over, and ask."""
+    def close(self, *, revoke: bool = True) -> None:
+        """Removes everything.
+
+        Args:
+            revoke: whether readers are to see that the lease is over, and ask. If not, they may read until it is: the
+                values stay those of their round, and whoever has just stepped wants them.
+        """
         self._closed = True
-        self._values.lease_ns = 0
+        if revoke:
+            self._values.lease_ns = 0
         self._segment.close()
         for trainer_id in list(self._mailboxes):
             self.close_mailbox(trainer_id)

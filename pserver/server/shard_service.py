@@ -111,7 +111,7 @@ class ShardService:
     ) -> bool:
         """Adds a push to its context; whether it came with a commit."""
         self._host.require_living(push_id.trainer_id)
-        absent = _absent(first.absent_tensors, hosted.num_tensors)
+        absent = _absent(last.absent_tensors, hosted.num_tensors)
         commit = commit_from_proto(last.commit) if last.HasField("commit") else None
         check_wait_s(last.wait_s)
         report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, pushed, absent, commit))

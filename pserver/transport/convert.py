@@ -19,7 +19,6 @@ from pserver.types import (
     StepResult,
     TrainerStatus,
 )
-from pserver.wire.compress import NoCompression
 from pserver.wire.layout import MAX_TENSORS, TensorSpec
 from pserver.wire.tensors import dtype_of_code, element_type
 from pserver.wire.values import pack_value, unpack_value
@@ -107,9 +106,9 @@ def spec_from_proto(message: types_pb2.ModelSpec) -> core.ModelSpec:
         sync_policy_arguments=_map_from_bytes(message.sync_policy_arguments),
         world_size=message.world_size,
         buffers=message.buffers,
-        codec=message.codec or NoCompression.name,
+        codec=message.codec,
         codec_arguments=_map_from_bytes(message.codec_arguments) if message.codec_arguments else {},
-        pull_codec=message.pull_codec or NoCompression.name,
+        pull_codec=message.pull_codec,
     )
 
 

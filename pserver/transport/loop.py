@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -52,6 +52,10 @@ class LoopThread:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine in the background, until it ends or `close`."""
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function on the thread, soon; calls keep their order."""
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         """Cancels what still runs and ends the thread."""

@@ -16,7 +16,7 @@ LAYERS = (
     ("transport",),
     ("remote",),
     ("server", "client"),
-    ("autograd", "optim", "rpc"),
+    ("autograd", "compress", "optim", "rpc"),
     ("",),
     ("cli", "testing"),
 )

@@ -24,7 +24,7 @@ from pserver.transport.convert import push_id_to_proto, status_from_proto
 from pserver.transport.deadline import Deadline, retry
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.grpc_channel import GrpcChannel
-from pserver.transport.loop import LoopThread
+from pserver.transport.loop import LoopThread, Running
 from pserver.transport.methods import COORDINATOR
 from pserver.types import PROTOCOL_VERSION, ClusterStatus
 
@@ -241,12 +241,16 @@ class Cluster:
         Raises:
             PserverError: what the work raised, or why the lease has ended.
         """
+        return self.begin(coroutine).result()
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
+        """Runs network work in the background, until its end or that of the lease."""
         try:
             self.require_member()
         except InvalidRequest:
             coroutine.close()
             raise
-        return self._loop.run(self._until_lost(coroutine))
+        return self._loop.begin(self._until_lost(coroutine))
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a quick function on the network loop, soon; such calls keep their order.

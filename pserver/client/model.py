@@ -1,7 +1,7 @@
 """A model whose parameters live on servers: its steps, as a trainer takes them."""
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from pserver.client.optimizer_state import TensorStates, check_state, join_state
 from pserver.client.registration import Registration
 from pserver.client.replica import Replica
 from pserver.client.shard_client import Push
-from pserver.client.shards import Shards
+from pserver.client.shards import Pushing, Shards
 from pserver.client.step_counts import ModelStatistics, StepCounts
 from pserver.client.undecided import Undecided
 from pserver.core.messages import CommitInfo
@@ -58,6 +58,7 @@ class SharedModel:
         self._warned = False
         self._absent: frozenset[int] = frozenset()
         self._early: _Early | None = None
+        self._pending: _Pending | None = None
         self._codec_layout: int | None = None
         self.codec_state: Any = None
         self._register(Replica(description, cluster.world_size), {}, replaces=0)
@@ -71,6 +72,11 @@ class SharedModel:
     def stepped(self) -> Mapping[int, torch.Tensor]:
         """The parameters that are stepped, by index in the layout."""
         return self._replica.stepped
+
+    @property
+    def exchanged(self) -> Mapping[int, torch.Tensor]:
+        """Parameters and buffers that get new values with each step, by index in the layout."""
+        return self._replica.exchanged
 
     @property
     def round(self) -> int:
@@ -136,7 +142,7 @@ class SharedModel:
             with_gradients=True,
             commit=None,
         )
-        self._finish(self._unsettled)
+        self._finish(_Pending(self._shards.push(self._unsettled)))
 
     def send_early(self, gradients: Mapping[int, torch.Tensor], buckets: Sequence[int]) -> None:
         """Sends a part of the next step's gradients, if no earlier step is unsettled; `step` sends what is left.
@@ -149,6 +155,10 @@ class SharedModel:
         """
         if self._unsettled is not None:
             return
+        with self._counts.communicating.running():
+            self._send_early(gradients, buckets)
+
+    def _send_early(self, gradients: Mapping[int, torch.Tensor], buckets: Sequence[int]) -> None:
         self._replica.check(gradients)
         if self._early is None:
             self._early = _Early(self._cluster.push_ids.issue(), self._cluster.contexts.new_id())
@@ -179,11 +189,27 @@ class SharedModel:
         rules: GradientRules,
         overflow: bool = False,
     ) -> StepResult:
-        """Pushes gradients and buffers, commits the context, waits for its outcome and writes the new values.
+        """`begin_step` and `complete`; returns what became of the step."""
+        self.begin_step(context_id, gradients, samples=samples, options=options, rules=rules, overflow=overflow)
+        self.complete()
+        assert self.last_result is not None
+        return self.last_result
 
-        If an earlier step was interrupted before its outcome was known, that one is settled first. Gradients with the
-        same bits are that step again, and its outcome is the result: each is counted at most once. Others were computed
-        on the parameters of before, and count as that old.
+    def begin_step(
+        self,
+        context_id: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        *,
+        samples: int,
+        options: Sequence[GroupOptions],
+        rules: GradientRules,
+        overflow: bool = False,
+    ) -> None:
+        """Pushes gradients and buffers, and commits the context; `complete` waits for the outcome and the new values.
+
+        What an earlier step raises, if it was not completed, is raised here first. If that was interrupted before its
+        outcome was known, it is settled. Gradients with the same bits are that step again, and its outcome is the
+        result: each is counted at most once. Others were computed on the parameters of before, and count as that old.
 
         Args:
             gradients: as in `push`; None commits what earlier pushes brought, or nothing at all with 0 samples.
@@ -198,6 +224,19 @@ class SharedModel:
             InvalidRequest: parameters were changed here since the last step.
             ModelFailed, TrainerEnded, ServerUnavailable, ServerErrors
         """
+        self.complete()
+        with self._counts.standing_still():
+            self._begin_step(context_id, gradients, samples, options, rules, overflow)
+
+    def _begin_step(
+        self,
+        context_id: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        samples: int,
+        options: Sequence[GroupOptions],
+        rules: GradientRules,
+        overflow: bool,
+    ) -> None:
         self._replica.check_unchanged(self._shards.holds)
         base_round = self._round
         # Here, before anything is sent: what one shard refuses and another takes would never be whole.
@@ -210,7 +249,8 @@ class SharedModel:
         again = self._is_again(context_id, gradients)
         settled = self._settle()
         if again and settled is not None:
-            return self._told(settled)
+            self._told(settled)
+            return
         if gradients is None or not samples:
             self.abandon_early()
         absent: Set[int] = frozenset()
@@ -235,15 +275,47 @@ class SharedModel:
                 overflow=overflow,
             ),
         )
-        result = self._finish(self._unsettled)
-        assert result is not None
-        return self._told(result)
+        self._pending = _Pending(self._shards.push(self._unsettled))
 
-    def _told(self, result: StepResult) -> StepResult:
+    def take(self, tensors: Iterable[int]) -> None:
+        """Gives some tensors the values of a step that was late, as soon as these have arrived; raises as `step` does.
+
+        Args:
+            tensors: by index in the layout.
+        """
+        pending = self._pending
+        if pending is not None:
+            with self._counts.standing_still():
+                self._take(tensors, pending)
+
+    def _take(self, tensors: Iterable[int], pending: "_Pending") -> None:
+        wanted = {index: self._replica.exchanged[index] for index in tensors if index not in pending.taken}
+        arrivals = pending.pushing.arrivals
+        if wanted and arrivals is not None:
+            buckets = self._replica.buckets_with(wanted)
+            with arrivals.taking(buckets) as arrived:
+                if arrived:
+                    self._replica.writing()
+                    if self._shards.take_(wanted, buckets):
+                        pending.taken |= wanted.keys()
+                        return
+        if wanted:
+            self.complete()
+
+    def complete(self) -> None:
+        """Waits for a step that was late, and gives all tensors their new values; raises as `step` does."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with self._counts.standing_still():
+            result = self._finish(pending)
+        assert result is not None
+        self._told(result)
+
+    def _told(self, result: StepResult) -> None:
         self.last_result = result
         if result.error:
             raise ERRORS.get(result.error, PserverError)(f"model {self.name!r}: {result.reason}")
-        return result
 
     def _is_again(self, context_id: int, gradients: Sequence[torch.Tensor | None] | None) -> bool:
         """Whether a step is the interrupted one once more."""
@@ -319,19 +391,22 @@ class SharedModel:
 
     def _settle(self, *, scatter: bool = True) -> StepResult | None:
         """Finishes what was interrupted; without `scatter`, the values here stay, and so does their round."""
+        self.complete()
         if self._unsettled is None:
             return None
         logger.warning("model %s: step %d was interrupted; settling it first", self.name, self._step)
-        return self._finish(self._unsettled, scatter=scatter)
+        return self._finish(_Pending(self._shards.push(self._unsettled)), scatter=scatter)
 
-    def _finish(self, push: Push, *, scatter: bool = True) -> StepResult | None:
-        """Sends a push until its outcome is known; None without a commit."""
+    def _finish(self, pending: "_Pending", *, scatter: bool = True) -> StepResult | None:
+        """Waits until the outcome of a push is known; None without a commit."""
+        push = pending.pushing.push
         round_number = self._round
         try:
-            result = self._shards.push(push)
+            result = self._shards.outcome(pending.pushing)
             if result is not None and scatter:
                 self._replica.writing()
-                round_number = self._shards.read_(self._replica.exchanged)
+                left = {index: each for index, each in self._replica.exchanged.items() if index not in pending.taken}
+                round_number = self._shards.read_(left)
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except InvalidRequest:
@@ -393,6 +468,14 @@ class SharedModel:
                     + (f" and for {model.missing_trainers} trainers to attach" if model.missing_trainers else "")
                 )
         return DeadlineExceeded(str(error))
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A push under way, and the tensors that have its values already."""
+
+    pushing: Pushing
+    taken: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

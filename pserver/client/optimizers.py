@@ -1,5 +1,6 @@
 """The drop-in optimizer: torch's shape, steps on the servers."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -11,6 +12,7 @@ from pserver.client.cluster import Cluster, current_cluster
 from pserver.client.description import ModelDescription
 from pserver.client.early_push import EarlyPush, is_compiled
 from pserver.client.grad_scaling import GradScaling
+from pserver.client.late_pull import LatePull
 from pserver.client.model import SharedModel
 from pserver.client.params import Named, Params, describe, in_groups, unnamed
 from pserver.client.step_counts import ModelStatistics
@@ -21,6 +23,8 @@ from pserver.errors import InvalidRequest
 from pserver.types import StepResult
 from pserver.wire.compress import Codec, NoCompression
 from pserver.wire.tensors import element_type
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -49,6 +53,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             servers keep theirs. None: nothing is lost.
         early_push: whether gradients are sent during the backward pass, bucket by bucket as they become ready; `step`
             sends what is left, and again what was changed since. The result is the same.
+        late_pull: whether `step` returns before the new parameters are there. Whoever looks at one through its module
+            waits for it; a tensor that is held otherwise keeps its old values until the next forward pass of the module
+            ends, or `wait`. What `step` would raise is raised there. Both are off where the module is compiled.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
 
@@ -76,6 +83,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         compress: Codec | None = None,
         pull_dtype: torch.dtype | None = None,
         early_push: bool = False,
+        late_pull: bool = False,
         cluster: Cluster | None = None,
         bucket_bytes: int = 0,
         **kwargs: Any,
@@ -92,6 +100,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().__init__(local.param_groups, local.defaults)
         self.max_norm, self.clip_value, self.nonfinite = max_norm, clip_value, nonfinite
         self._rules()  # refuses what no step could use
+        if late_pull and module is None:
+            raise InvalidRequest("late_pull watches a module's forward: pass the module itself, or module=")
         self._module = module
         self._cluster = cluster or current_cluster()
         self._shared_as: dict[str, Any] = {
@@ -104,8 +114,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         }
         self._registered: list[dict[str, object]] = []
         self._early: EarlyPush | None = None
+        self._late: LatePull | None = None
+        self._early_push, self._late_pull = early_push, late_pull
         self._model = SharedModel(self._cluster, self._describe())
-        self._early_push = early_push
         self._watch()
         # Torch warns of schedulers that are stepped before their optimizer; here others may have stepped it already.
         self._opt_called = self._model.round > 0
@@ -144,7 +155,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if grad_scaler is None:
-            self._commit(self._gradients(), samples)
+            if self._late is not None and not is_compiled(self._module):
+                self._begin(self._gradients(), samples)
+                self._late.begin()
+            else:
+                self._commit(self._gradients(), samples)
             return loss
         scaling = self._scaling
         overflow = scaling.unscale_(grad_scaler)
@@ -166,8 +181,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch; what was sent of them without a step counts nowhere."""
         super().zero_grad(set_to_none)
-        if self._early is not None:
-            self._shared().abandon_early()
+        if self._early is not None and self._model is not None:
+            self._early.drain()
+            self._model.abandon_early()
+
+    def wait(self) -> None:
+        """With `late_pull`: returns when all parameters are those of the last step; raises as `step` does."""
+        self._shared()
 
     def skip(self) -> None:
         """Takes part in a round without a gradient, for example on a trainer that has run out of data.
@@ -185,8 +205,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
-        return self._shared().step(
+    def _begin(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> SharedModel:
+        model = self._shared()
+        model.begin_step(
             self._cluster.contexts.new_id(),
             gradients,
             samples=samples,
@@ -194,6 +215,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
             rules=self._rules(),
             overflow=overflow,
         )
+        return model
+
+    def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
+        model = self._begin(gradients, samples, overflow)
+        model.complete()
+        assert model.last_result is not None
+        return model.last_result
 
     def statistics(self) -> ModelStatistics:
         """What became of this trainer's steps: counts, and a histogram of staleness."""
@@ -302,22 +330,39 @@ class RemoteOptimizer(torch.optim.Optimizer):
             raise InvalidRequest(f"this codec remembers nothing, but the state has {sorted(state_dict)[:4]}")
 
     def _shared(self) -> SharedModel:
-        """The model, once nothing is being done to it beside this thread."""
+        """The model, once nothing is being done to it beside this thread, and its tensors have their values."""
         assert self._model is not None
         if self._early is not None:
             self._early.drain()
+        self._complete()
         return self._model
 
-    def _watch(self) -> None:
-        """Sees gradients of the model as it is now become ready, if they are to be pushed early."""
+    def _complete(self) -> None:
         assert self._model is not None
-        assert self._cluster is not None
-        if self._early is not None:
-            self._early.close()
-        if self._early_push and not is_compiled(self._module):
-            self._early = EarlyPush(
-                self._model.layout, self._model.stepped, self._model.send_early, self._cluster.worker
-            )
+        try:
+            self._model.complete()
+        finally:
+            if self._late is not None:
+                self._late.end()
+
+    def _watch(self) -> None:
+        """Sees to it that the model as it is now is pushed early and pulled late, if that is wanted."""
+        model = self._model
+        assert model is not None
+        for watching in (self._early, self._late):
+            if watching is not None:
+                watching.close()
+        self._early = self._late = None
+        if is_compiled(self._module):
+            if self._early_push or self._late_pull:
+                logger.warning("the module is compiled: early_push and late_pull are off")
+            return
+        if self._early_push:
+            self._early = EarlyPush(model.layout, model.stepped, model.send_early, self._cluster.worker)
+        if self._late_pull:
+            assert self._module is not None
+            indices = {tensor: index for index, tensor in model.exchanged.items()}
+            self._late = LatePull(self._module, indices, model.take, self._complete)
 
     def _describe(self) -> ModelDescription:
         named: Named = unnamed(self.param_groups) if self._module is None else list(self._module.named_parameters())

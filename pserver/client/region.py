@@ -119,14 +119,15 @@ class Region:
             self._copy_between(self._runs() if buckets is None else self._of(buckets), to_host=True)
 
     @torch.no_grad()
-    def scatter_(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def scatter_(self, tensors: Mapping[int, torch.Tensor], buckets: Iterable[int] | None = None) -> None:
         """Copies the buckets into tensors in place; on CUDA, ordered before later work of the current stream.
 
         Args:
             tensors: by index in the layout; those that the region cuts must be contiguous.
+            buckets: those in which the tensors lie; None: perhaps all.
         """
         if self._on_cuda:
-            self._copy_between(self._runs(), to_host=False)
+            self._copy_between(self._runs() if buckets is None else self._of(buckets), to_host=False)
         found = [(piece, tensor) for index, tensor in tensors.items() for piece in self._pieces.get(index, ())]
         if found:
             targets = [tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop] for piece, tensor in found]

@@ -99,5 +99,6 @@ class Registration:
             placement=placement_from_proto(reply.placement),
             epoch=reply.epoch,
             mixed_rounds=self._sync.mixed_rounds,
+            steady=self._sync.mixed_rounds or self._sync.waits_for_everybody,
             counts=self._counts,
         )

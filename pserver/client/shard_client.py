@@ -1,6 +1,6 @@
 """The RPCs of one shard, as a trainer makes them."""
 
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from pserver.client.arrivals import Arrivals
 from pserver.client.mapped_shard import MappedShard
 from pserver.client.open_step import OpenStep
+from pserver.client.receiver import Receiver
 from pserver.client.region import Region
+from pserver.client.stopwatch import Stopwatch
 from pserver.core.coding import Coding
 from pserver.core.messages import CommitInfo, ShardPlacement
 from pserver.core.optimizer_state import StatePiece
@@ -72,6 +75,7 @@ class ShardClient:
         model, epoch, layout, coding: what the messages are for, and how buckets travel in them.
         device: where the model's tensors are.
         traffic: counts bytes.
+        communicating: runs while a push is sent.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class ShardClient:
         coding: Coding,
         device: torch.device,
         traffic: Traffic,
+        communicating: Stopwatch,
     ) -> None:
         self._channel = channel
         self.server = placement.server
@@ -98,6 +103,7 @@ class ShardClient:
         self._exchanged_bytes = sum(bucket.num_bytes for bucket in self._exchanged)
         self._owned = frozenset(bucket.index for bucket in self._buckets)
         self._traffic = traffic
+        self._communicating = communicating
         self._mapped: MappedShard | None = None
         self._open: _OpenPush | None = None
 
@@ -217,7 +223,7 @@ class ShardClient:
             wait_s=timeout_s,
         )
         buckets = self._buckets if include_all else self._exchanged
-        receiver = self._receiver(buckets)
+        receiver = self._receiver(buckets, None)
         call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
         async with aclosing(call) as replies:
             async for reply in replies:
@@ -240,10 +246,15 @@ class ShardClient:
                     self._traffic.received_bytes += len(chunk.data)
         return round_number, [piece for pieces in staging.complete().values() for piece in pieces]
 
-    async def push(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
+    async def push(
+        self, push: Push, timeout_s: float, arrivals: Arrivals | None = None
+    ) -> tuple[StepResult, int | None] | None:
         """Sends what `outgoing` holds; with a commit, waits for the round, and reads new parameters into `incoming`.
 
         Shards whose memory is shared send and read nothing: the parameters lie in it.
+
+        Args:
+            arrivals: told of each bucket that is in `incoming`.
 
         Returns:
             What became of the step, and the round of the values read (None: none were); None without a commit.
@@ -252,16 +263,18 @@ class ShardClient:
         begun, self._open = self._open, None
         if begun is not None:
             if begun.push_id == push.push_id:
-                return await self._finish(begun, push, timeout_s)
+                late = [bucket for bucket in self._exchanged if bucket.index not in push.early]
+                last = _Complete(push, timeout_s, arrivals)
+                return await begun.call.finish([late, last], timeout_s + TRANSPORT_SLACK_S, self.where)
             begun.call.cancel()
         if self.writable is not None and self.readable is not None:
-            return await self._push_once(push, timeout_s, in_memory=push.with_gradients)
+            return await self._push_once(push, timeout_s, arrivals, in_memory=push.with_gradients)
         if self._exchanged_bytes <= SMALL_BYTES:
-            return await self._push_once(push, timeout_s, in_memory=False)
-        return await self._push_stream(push, timeout_s)
+            return await self._push_once(push, timeout_s, arrivals, in_memory=False)
+        return await self._push_stream(push, timeout_s, arrivals)
 
     async def _push_once(
-        self, push: Push, timeout_s: float, *, in_memory: bool
+        self, push: Push, timeout_s: float, arrivals: Arrivals | None, *, in_memory: bool
     ) -> tuple[StepResult, int | None] | None:
         request = self._step_request(push.push_id, push.context_id)
         request.in_memory = in_memory
@@ -282,11 +295,13 @@ class ShardClient:
             return None
         if self.readable is not None:
             return self._result(reply), None
-        receiver = self._receiver(self._exchanged)
+        receiver = self._receiver(self._exchanged, arrivals)
         self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)  # type: ignore[arg-type]
         return self._result(reply), receiver.finish()
 
-    async def _push_stream(self, push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
+    async def _push_stream(
+        self, push: Push, timeout_s: float, arrivals: Arrivals | None
+    ) -> tuple[StepResult, int | None] | None:
         async def requests() -> AsyncIterator[Sendable]:
             packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
             head, held = self._step_request(push.push_id, push.context_id), next(packer, [])
@@ -296,22 +311,24 @@ class ShardClient:
             _complete(head, push, timeout_s)
             yield encode(head, held)
 
-        found = await self._step(requests(), timeout_s + TRANSPORT_SLACK_S)
+        found = await self._step(requests(), timeout_s + TRANSPORT_SLACK_S, lambda: arrivals)
         if push.commit is not None and found is None:
             raise InternalError(f"{self.where} ended a step without an outcome")
         return found
 
-    async def _step(self, requests: AsyncIterator[Sendable], timeout_s: float) -> tuple[StepResult, int | None] | None:
-        """Makes the call and takes what comes; None if nothing does."""
-        receiver = self._receiver(() if self.readable is not None else self._exchanged)
-        result: StepResult | None = None
+    async def _step(
+        self, requests: AsyncIterator[Sendable], timeout_s: float, arrivals: Callable[[], Arrivals | None]
+    ) -> tuple[StepResult, int | None] | None:
+        """Makes the call and takes what comes; None if nothing does. `arrivals` is asked after the first reply."""
+        found: tuple[StepResult, Receiver] | None = None
         call = self._channel.call(SHARDS["Step"], requests, timeout_s=timeout_s)
         async with aclosing(call) as replies:
             async for reply in replies:
-                if result is None:
-                    result = self._result(reply)
-                self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
-        return None if result is None else (result, receiver.finish())
+                if found is None:
+                    buckets = () if self.readable is not None else self._exchanged
+                    found = self._result(reply), self._receiver(buckets, arrivals())
+                self._traffic.received_bytes += found[1].take(reply.round, reply.chunks)
+        return None if found is None else (found[0], found[1].finish())
 
     # A push that begins before its last gradient is there
 
@@ -335,25 +352,26 @@ class ShardClient:
     async def _step_as_it_comes(
         self, push_id: PushId, context_id: int, coming: AsyncIterator["Sequence[Bucket] | _Complete"]
     ) -> tuple[StepResult, int | None] | None:
+        arrivals: Arrivals | None = None
+
         async def requests() -> AsyncIterator[Sendable]:
+            nonlocal arrivals
             head = self._step_request(push_id, context_id)
             async for item in coming:
                 if isinstance(item, _Complete):
+                    arrivals = item.arrivals
                     _complete(head, item.push, item.timeout_s)
                     yield head
                     return
-                for chunks in self._pack(item, self.outgoing):
-                    yield encode(head, chunks)
-                    head = pb.StepRequest()
+                with self._communicating.running():
+                    for chunks in self._pack(item, self.outgoing):
+                        yield encode(head, chunks)
+                        head = pb.StepRequest()
 
-        return await self._step(requests(), LONGEST_BACKWARD_S)
+        return await self._step(requests(), LONGEST_BACKWARD_S, lambda: arrivals)
 
-    async def _finish(self, begun: "_OpenPush", push: Push, timeout_s: float) -> tuple[StepResult, int | None] | None:
-        late = [bucket for bucket in self._exchanged if bucket.index not in push.early]
-        return await begun.call.finish([late, _Complete(push, timeout_s)], timeout_s + TRANSPORT_SLACK_S, self.where)
-
-    def _receiver(self, buckets: Sequence[Bucket]) -> "_Receiver":
-        return _Receiver(self.where, buckets, self.incoming if buckets else None, self._coding)
+    def _receiver(self, buckets: Sequence[Bucket], arrivals: Arrivals | None) -> Receiver:
+        return Receiver(self.where, buckets, self.incoming if buckets else None, self._coding, arrivals)
 
     def _step_request(self, push_id: PushId, context_id: int) -> pb.StepRequest:
         return pb.StepRequest(
@@ -392,6 +410,7 @@ class _Complete:
 
     push: Push
     timeout_s: float
+    arrivals: Arrivals | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,55 +427,3 @@ def _complete(request: pb.StepRequest, push: Push, timeout_s: float) -> None:
     if push.commit is not None:
         request.commit.CopyFrom(commit_to_proto(push.commit))
         request.wait_s = timeout_s
-
-
-class _Receiver:
-    """Writes chunks into host memory and checks that every byte came, once and of one round."""
-
-    def __init__(self, where: str, buckets: Sequence[Bucket], into: Region | None, coding: Coding) -> None:
-        self._where = where
-        self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets} if into is not None else {}
-        self._codings = {bucket.index: found for bucket in buckets if (found := coding.of_values(bucket)) is not None}
-        self._buffers = {
-            index: memoryview(bytearray(max(each.sizes))) if each is not None else target
-            for index, target in self._targets.items()
-            for each in (self._codings.get(index),)
-        }
-        self._received = dict.fromkeys(self._targets, 0)
-        self._round: int | None = None
-
-    def take(self, round_number: int, chunks: Iterable[RawChunk]) -> int:
-        """Writes one message's chunks; returns their bytes."""
-        num_bytes = 0
-        for chunk in chunks:
-            target = self._buffers.get(chunk.bucket)
-            start, stop = chunk.offset_bytes, chunk.offset_bytes + len(chunk.data)
-            if target is None or start != self._received[chunk.bucket] or stop > len(target):
-                raise InternalError(
-                    f"{self._where} sent bytes {start} to {stop} of bucket {chunk.bucket}, which were not expected"
-                )
-            target[start:stop] = chunk.data
-            self._received[chunk.bucket] = stop
-            num_bytes += len(chunk.data)
-        if self._round not in (None, round_number):
-            raise InternalError(
-                f"{self._where} sent values of the rounds {self._round} and {round_number} in one stream"
-            )
-        self._round = round_number
-        return num_bytes
-
-    def finish(self) -> int | None:
-        """The round of everything received, decoded; None if there was nothing to receive.
-
-        Raises:
-            InternalError: something is missing.
-        """
-        for index, buffer in self._buffers.items():
-            if self._received[index] != len(buffer):
-                raise InternalError(
-                    f"{self._where} sent {self._received[index]} of {len(buffer)} bytes of bucket {index}"
-                )
-        for index, coding in self._codings.items():
-            values = coding.decode(tensor_over(self._buffers[index], torch.uint8))
-            tensor_over(self._targets[index], values.dtype).copy_(values)
-        return self._round if self._targets else None

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from pserver.client.arrivals import Arrivals
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
 from pserver.client.mapped_shard import NO_PUSH
@@ -18,11 +20,21 @@ from pserver.core.messages import ShardPlacement
 from pserver.core.optimizer_state import StatePiece
 from pserver.errors import DeadlineExceeded, InternalError, SharedMemoryUnavailable
 from pserver.transport.deadline import Deadline
+from pserver.transport.loop import Running
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Layout
 from pserver.wire.shared_buckets import BucketOffsets
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pushing:
+    """A push under way, and where its values arrive meanwhile; None: all of them are there when it is over."""
+
+    push: Push
+    replies: Running[list[Any]]
+    arrivals: Arrivals | None
 
 
 class Shards:
@@ -40,6 +52,7 @@ class Shards:
         placement: who owns what.
         epoch: of the placement.
         mixed_rounds: whether values of different rounds may be used together; `counts` counts it when they are.
+        steady: whether, moreover or because no round goes by without this trainer, values may be used one by one.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Shards:
         placement: Iterable[ShardPlacement],
         epoch: int,
         mixed_rounds: bool,
+        steady: bool,
         counts: StepCounts,
     ) -> None:
         self.epoch = epoch
@@ -61,6 +75,7 @@ class Shards:
         self._layout = layout
         self._device = device
         self._mixed_rounds = mixed_rounds
+        self._steady = steady
         self._counts = counts
         self._received: dict[str, int] = {}
         self._clients = [
@@ -73,6 +88,7 @@ class Shards:
                 coding=coding,
                 device=device,
                 traffic=cluster.traffic,
+                communicating=counts.communicating,
             )
             for place in placement
         ]
@@ -146,16 +162,29 @@ class Shards:
         for shard in self._clients:
             self._cluster.post(shard.abandon)
 
-    def push(self, push: Push) -> StepResult | None:
-        """Sends what was gathered; with a commit, returns what became of the step. `read_` has the values then."""
+    def push(self, push: Push) -> "Pushing":
+        """Sends what was gathered; see `outcome`."""
         if push.with_gradients:
             for shard in self._clients:
                 if shard.writable is not None:
                     shard.writable.stamp(push.push_id.sequence)
-        replies = self._cluster.run(
-            self._everywhere(lambda shard, remaining_s: shard.push(push, remaining_s), "stepping")
-        )
-        if push.commit is None:
+        arrivals = Arrivals() if self._may_take_singly else None
+        replies = self._cluster.begin(self._push(push, arrivals))
+        if arrivals is not None:
+            replies.when_over(arrivals.end)
+        return Pushing(push, replies, arrivals)
+
+    async def _push(self, push: Push, arrivals: Arrivals | None) -> list[Any]:
+        def call(shard: ShardClient, remaining_s: float) -> Any:
+            return shard.push(push, remaining_s, arrivals)
+
+        with self._counts.communicating.running():
+            return await self._everywhere(call, "stepping")
+
+    def outcome(self, pushing: "Pushing") -> StepResult | None:
+        """Waits until it is known what became of a step, None if there was no commit. `read_` has the values then."""
+        replies = pushing.replies.result()
+        if pushing.push.commit is None:
             return None
         results: list[StepResult] = [result for result, _ in replies]
         # Compared as text if they seem to differ: a norm may be NaN, which equals nothing.
@@ -169,6 +198,19 @@ class Shards:
         return results[0]
 
     # What is read
+
+    @property
+    def _may_take_singly(self) -> bool:
+        """Whether values may be used one by one as they arrive: all come in messages, and a mix is none or allowed."""
+        return self._steady and all(shard.readable is None for shard in self._clients)
+
+    def take_(self, tensors: Mapping[int, torch.Tensor], buckets: Iterable[int]) -> bool:
+        """Copies values that have arrived in these buckets into tensors; False if they must wait for the outcome."""
+        if any(not tensor.is_contiguous() and self._cut(index) for index, tensor in tensors.items()):
+            return False
+        for shard in self._clients:
+            shard.incoming.scatter_(tensors, buckets)
+        return True
 
     def read_(self, tensors: Mapping[int, torch.Tensor]) -> int:
         """Copies the values of the last push into tensors in place.

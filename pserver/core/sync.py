@@ -73,6 +73,11 @@ class SyncPolicy(Protocol):
     mixed_rounds: ClassVar[bool]
     gathers: ClassVar[bool]
 
+    @property
+    def waits_for_everybody(self) -> bool:
+        """Whether no round is ever decided without a trainer that lives."""
+        ...
+
     def verdict(self, view: RoundView) -> Verdict:
         """Who is in the next round, if it may be decided now."""
         ...
@@ -113,6 +118,10 @@ class Bsp:
             raise InvalidRequest(f"Bsp: deadline must be a positive number of seconds, or None: {self.deadline!r}")
         if self.absent not in ("exclude", "fail"):
             raise InvalidRequest(f'Bsp: absent must be "exclude" or "fail", but is {self.absent!r}')
+
+    @property
+    def waits_for_everybody(self) -> bool:
+        return self.backup_workers == 0 and self.deadline is None
 
     def verdict(self, view: RoundView) -> Verdict:
         """Refuses what is late; closes when enough have committed, or at the deadline."""
@@ -169,6 +178,10 @@ class Ssp:
     def __post_init__(self) -> None:
         _require_count("Ssp", "max_lag", self.max_lag)
 
+    @property
+    def waits_for_everybody(self) -> bool:
+        return False
+
     def verdict(self, view: RoundView) -> Verdict:
         """Takes the offer that came first of those who are not too far ahead."""
         slowest = min((each.clock for each in view.members), default=0)
@@ -202,6 +215,10 @@ class Async:
     def __post_init__(self) -> None:
         if self.max_staleness is not None:
             _require_count("Async", "max_staleness", self.max_staleness)
+
+    @property
+    def waits_for_everybody(self) -> bool:
+        return False
 
     def verdict(self, view: RoundView) -> Verdict:
         """Refuses what is too old, then takes the offer that came first."""

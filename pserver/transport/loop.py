@@ -3,14 +3,39 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, TypeVar
 
 from pserver.errors import InternalError, ServerUnavailable
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
+
+
+class Running(Generic[T]):
+    """A coroutine under way on a loop's thread."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Calls a function on some thread when it has ended, in whatever way."""
+        self._future.add_done_callback(lambda _: function())
+
+    def result(self) -> T:
+        """Waits for its result. Ctrl-C cancels it and raises KeyboardInterrupt.
+
+        Raises:
+            ServerUnavailable: the loop was closed. And what the coroutine raises.
+        """
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise ServerUnavailable("another thread closed the connection while this call was under way") from None
+        except BaseException:
+            self._future.cancel()
+            raise
 
 
 class LoopThread:
@@ -37,17 +62,18 @@ class LoopThread:
         Raises:
             ServerUnavailable: `close` ended the coroutine. InternalError: the thread does not run. And what it raises.
         """
+        return self.begin(coroutine).result()
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> "Running[T]":
+        """Runs a coroutine in the background.
+
+        Raises:
+            InternalError: the thread does not run.
+        """
         if not self.running or threading.current_thread() is self._thread:
             coroutine.close()
             raise InternalError("the network thread does not run, or waits for itself; the cluster may be closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise ServerUnavailable("another thread closed the connection while this call was under way") from None
-        except BaseException:
-            future.cancel()
-            raise
+        return Running(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine in the background, until it ends or `close`."""

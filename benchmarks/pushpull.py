@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from benchmarks.cluster import running_cluster
 from benchmarks.harness import Benchmark, Case, Side
 from benchmarks.network import LOOPBACK, Network, link
@@ -14,6 +16,7 @@ from benchmarks.peers.floor_socket import socket_floor
 from benchmarks.peers.rpc import LOCAL, LOCAL_BASIC, TCP, Wiring
 from benchmarks.peers.torch_rpc import torch_rpc_peer
 from benchmarks.trainers import our_trainers, ready_gradients
+from pserver.compress import BFloat16
 
 _NUM_BYTES = 100_000_000
 _QUICK_NUM_BYTES = 4_000_000
@@ -59,13 +62,17 @@ _RPC = partial(_torch_rpc, (LOCAL,))
 _RPC_OF_MANY = partial(_torch_rpc, (LOCAL, LOCAL_BASIC))
 _RPC_TCP = partial(_torch_rpc, (TCP,))
 
+_BF16 = {"compress": BFloat16(), "pull_dtype": torch.bfloat16}
+
 _SETUPS = {
     "shm-1": Setup(num_tensors=1, transport="shm", peer=_RPC),
     "shm-50": Setup(num_tensors=50, transport="shm", peer=_RPC),
     "shm-10000": Setup(num_tensors=10_000, transport="shm", peer=_RPC_OF_MANY),
     "tcp-1": Setup(num_tensors=1, transport="grpc", peer=_RPC_TCP),
     "tcp-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP),
+    "tcp-50-bf16": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, options=_BF16),
     "link10g-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, network=_LINK),
+    "link10g-50-bf16": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, network=_LINK, options=_BF16),
     "floor-copy": Setup(num_tensors=50, transport="shm", peer=_copies),
     "floor-socket": Setup(num_tensors=50, transport="grpc", peer=_sockets),
 }

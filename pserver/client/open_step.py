@@ -23,6 +23,11 @@ class OpenStep(Generic[Item, T]):
         # It may fail long before anybody asks.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended, too early."""
+        return self._task.done()
+
     def add(self, item: Item) -> None:
         """Sends one thing more."""
         self._items.put_nowait(item)

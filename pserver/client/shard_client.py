@@ -262,7 +262,7 @@ class ShardClient:
         self.outgoing.wait_until_free()
         begun, self._open = self._open, None
         if begun is not None:
-            if begun.push_id == push.push_id:
+            if begun.push_id == push.push_id and not begun.call.over:
                 late = [bucket for bucket in self._exchanged if bucket.index not in push.early]
                 last = _Complete(push, timeout_s, arrivals)
                 return await begun.call.finish([late, last], timeout_s + TRANSPORT_SLACK_S, self.where)

@@ -30,7 +30,7 @@ class GradientContext:
     lent: Callable[[], bool] | None = None
 
     def add_(self, pushed: dict[int, torch.Tensor], absent: Set[int], replaced: Set[int]) -> None:
-        """Adds one push; takes ownership of the tensors, unless they are lent: then nobody writes to them.
+        """Adds one push. The tensors are kept, and not written to: they may be memory of a message or a mailbox.
 
         Args:
             pushed: 1-D tensors by bucket.
@@ -43,7 +43,7 @@ class GradientContext:
             if held is None or index in replaced:
                 self.buckets[index] = values
             else:
-                held.add_(values)
+                self.buckets[index] = held + values
 
 
 class ContextTable:

@@ -8,6 +8,7 @@ import torch
 from pserver.core.coding import BucketCoding, Coding
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import Bucket
+from pserver.wire.shared_buckets import tensor_over
 from pserver.wire.tensors import dtype_of_code, memory_of
 
 
@@ -51,7 +52,9 @@ class Staging:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def add_chunk(self, bucket: int, offset_bytes: int, dtype_code: int, data: bytes | memoryview) -> None:
-        """Copies one chunk into place. Memory for a bucket is taken when its first valid chunk comes.
+        """Copies one chunk into place; a bucket that comes in one piece stays in the message, which is kept for it.
+
+        Memory for any other bucket is taken when its first valid chunk comes.
 
         Raises:
             InvalidRequest: an unknown bucket, another dtype, a gap, an overlap, or data beyond the bucket's end.
@@ -72,10 +75,13 @@ class Staging:
                 f"bucket {bucket} of at most {most_bytes} bytes: expected a chunk from byte {received} on, got "
                 f"{len(data)} bytes from byte {offset_bytes} on"
             )
-        if bucket not in self._tensors:
+        self._received[bucket] = received + len(data)
+        if len(data) == most_bytes and _is_most_of_its_message(data):
+            self._tensors[bucket] = tensor_over(memoryview(data), dtype)
+            return
+        if received == 0:
             self._tensors[bucket] = torch.empty(most_bytes // dtype.itemsize, dtype=dtype)
         memory_of(self._tensors[bucket])[received : received + len(data)] = data
-        self._received[bucket] = received + len(data)
 
     @property
     def empty(self) -> bool:
@@ -83,7 +89,7 @@ class Staging:
         return not self._received
 
     def complete(self) -> dict[int, torch.Tensor]:
-        """Every expected bucket as a 1-D tensor of its wire dtype; the caller owns them.
+        """Every expected bucket as a 1-D tensor of its wire dtype; nobody may write to them.
 
         Raises:
             InvalidRequest: something is missing, or cannot be decoded.
@@ -105,3 +111,9 @@ class Staging:
 
     def _coding_of(self, bucket: Bucket) -> BucketCoding | None:
         return None if self._coding is None else self._coding.of_gradients(bucket)
+
+
+def _is_most_of_its_message(data: bytes | memoryview) -> bool:
+    """Whether keeping the message costs no more than copying these bytes out of it."""
+    message = data.obj if isinstance(data, memoryview) else data
+    return isinstance(message, bytes) and len(message) < 2 * len(data)

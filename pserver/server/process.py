@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 from pserver.config import ServerSettings
+from pserver.server.heap import keep_freed_memory
 from pserver.server.node import ServerNode
 from pserver.transport.grpc_channel import GrpcChannel
 from pserver.transport.grpc_server import GrpcServer
@@ -25,6 +26,7 @@ def run_server(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
         ConfigError: the address cannot be bound, or the coordinator refuses this server, now or later.
         DeadlineExceeded: the coordinator did not answer.
     """
+    keep_freed_memory()
     asyncio.run(_run(settings, on_ready))
 
 

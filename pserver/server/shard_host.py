@@ -36,6 +36,7 @@ from pserver.errors import (
     UnsupportedModel,
 )
 from pserver.server.changed import Changed
+from pserver.server.heap import return_freed_memory
 from pserver.server.hosted_shard import HostedShard, bytes_at_first
 from pserver.server.memory_proof import MemoryProof
 from pserver.server.shard_memory import ShardMemory
@@ -198,6 +199,8 @@ class ShardHost:
                 del self._shards[command.model]
                 logger.info("shard of model %s, epoch %d, is freed", command.model, command.epoch)
                 await self._end(hosted, f"model {command.model!r} was dropped, or replaced by another description")
+                del hosted
+                return_freed_memory()
             elif isinstance(command, FailModel):
                 logger.error("%s", command.reason)
                 await self._end(hosted, command.reason)

@@ -20,7 +20,7 @@ class ChunkPacker:
         self._num_bytes = 0
 
     def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
-        """Adds a whole bucket's bytes; yields the messages that are full now.
+        """Adds a whole bucket's bytes; yields the messages that are full now, which is more than half.
 
         Args:
             dtype: what the data holds; None: the bucket's own elements.
@@ -32,6 +32,9 @@ class ChunkPacker:
                 yield self.rest()
             self._chunks.append(RawChunk(bucket.index, start, code, piece))
             self._num_bytes += len(piece)
+            # More than half full is full: what waits for the next bucket may have to be copied.
+            if 2 * self._num_bytes > MESSAGE_BYTES:
+                yield self.rest()
 
     def keep(self) -> None:
         """Copies what is held, so that the buckets may change before the next message is full."""

@@ -1,6 +1,6 @@
 """Synchronous steps of two trainers against DistributedDataParallel on gloo."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.cluster import running_cluster
 from benchmarks.harness import Benchmark, Case
-from benchmarks.models import LEARNING_RATE, MODELS, MOMENTUM, train_step
+from benchmarks.models import LEARNING_RATE, MODELS, MOMENTUM, TrainingStep
 from benchmarks.peers.ddp import ddp_communication, ddp_training
-from benchmarks.trainers import our_trainers, ready_gradients
+from benchmarks.trainers import our_sides, our_trainers, ready_gradients
 from pserver.client.cluster import current_cluster
 from pserver.optim import RemoteOptimizer
 
@@ -35,25 +35,28 @@ def _communication(num_bytes: int) -> Iterator[Case]:
 
 
 @contextmanager
-def _training(model: str) -> Iterator[Case]:
-    prepare = partial(_prepare_training, model)
+def _training(model: str, *, overlap: bool = False) -> Iterator[Case]:
+    prepare = partial(_prepare_training, model, overlap)
     with (
         running_cluster(_NUM_SERVERS) as cluster,
         ddp_training(model, num_trainers=_NUM_TRAINERS, repeats=_PER_TURN) as peers,
-        our_trainers(cluster.address, prepare, count=_NUM_TRAINERS, repeats=_PER_TURN) as ours,
+        our_sides(cluster.address, prepare, count=_NUM_TRAINERS, repeats=_PER_TURN) as sides,
     ):
-        yield Case(ours=ours, peers=peers)
+        yield Case(ours=sides("ours"), peers=peers, hidden=sides("hidden") if overlap else None)
 
 
-def _prepare_training(name: str) -> Callable[[], object]:
+def _prepare_training(name: str, overlap: bool) -> TrainingStep:
     model, inputs, targets = MODELS[name](current_cluster().rank)
-    optimizer = RemoteOptimizer(torch.optim.SGD, model, lr=LEARNING_RATE, momentum=MOMENTUM, name=name)
-    return train_step(model, optimizer, inputs, targets)
+    options = {"name": name, "early_push": overlap, "late_pull": overlap}
+    optimizer = RemoteOptimizer(torch.optim.SGD, model, lr=LEARNING_RATE, momentum=MOMENTUM, **options)
+    return TrainingStep(model, optimizer, inputs, targets)
 
 
 def _cases(quick: bool) -> Mapping[str, AbstractContextManager[Case]]:
     num_bytes = _QUICK_NUM_BYTES if quick else _NUM_BYTES
-    return {"step-comm": _communication(num_bytes)} | {name: _training(name) for name in MODELS}
+    plain = {name: _training(name) for name in MODELS}
+    overlapping = {f"{name}-overlap": _training(name, overlap=True) for name in MODELS}
+    return {"step-comm": _communication(num_bytes)} | plain | overlapping
 
 
 BENCHMARK = Benchmark(

@@ -38,13 +38,15 @@ class Case:
     """One comparison, with everything it needs running.
 
     `peers` maps a label to one way of configuring the peer; the fastest of them is the one that is reported.
-    `moved_bytes` is what one measurement of ours moves, if the row is to say how fast.
+    `moved_bytes` is what one measurement of ours moves, if the row is to say how fast. `hidden` gives the share of the
+    communication of ours that its computation has hidden, if the row is to say it.
     """
 
     ours: Side
     peers: Mapping[str, Side]
     unit: Unit = MILLISECONDS
     moved_bytes: int | None = None
+    hidden: Side | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class Row:
     ratio: float
     unit: str = MILLISECONDS.name
     mb_per_s: float | None = None
+    hidden_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,7 @@ def measure(name: str, case: Case, *, rounds: int) -> Row:
         ratio=theirs / ours,
         unit=case.unit.name,
         mb_per_s=None if case.moved_bytes is None else case.moved_bytes / MEGABYTES.size / ours,
+        hidden_share=None if case.hidden is None else case.hidden(),
     )
 
 

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from pserver.optim import RemoteOptimizer
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
@@ -60,14 +63,20 @@ def make_transformer(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
 MODELS: Mapping[str, MakeModel] = {"mnist-cnn": make_mnist_cnn, "transformer": make_transformer}
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
-) -> Callable[[], object]:
-    """One whole step: forward, loss, backward, optimizer."""
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """One whole step when called: forward, loss, backward, optimizer."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
-        optimizer.step()
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    inputs: Tensor
+    targets: Tensor
 
-    return step
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets.flatten()).backward()
+        self.optimizer.step()
+
+    def hidden_share(self) -> float:
+        """The share of the communication time until now that was spent computing; 0 for an optimizer of torch."""
+        return self.optimizer.statistics().hidden_share if isinstance(self.optimizer, RemoteOptimizer) else 0.0

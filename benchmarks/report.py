@@ -55,7 +55,8 @@ def _fields(row: Row) -> dict[str, object]:
         "peer": row.peer,
         "ratio": row.ratio,
     }
-    return fields if row.mb_per_s is None else {**fields, "mb_per_s": row.mb_per_s}
+    more = {"mb_per_s": row.mb_per_s, "hidden_share": row.hidden_share}
+    return fields | {name: value for name, value in more.items() if value is not None}
 
 
 def print_table(console: Console, figures: Figures) -> None:
@@ -67,10 +68,13 @@ def print_table(console: Console, figures: Figures) -> None:
     table.add_column("peer")
     if has_speeds := any(row.mb_per_s is not None for row in figures.rows):
         table.add_column("ours, MB/s", justify="right")
+    if has_shares := any(row.hidden_share is not None for row in figures.rows):
+        table.add_column("hidden", justify="right")
     for row in figures.rows:
         speed = "" if row.mb_per_s is None else f"{row.mb_per_s:.0f}"
+        share = "" if row.hidden_share is None else f"{row.hidden_share:.0%}"
         cells = (row.case, f"{row.ours:.3f} {row.unit}", f"{row.theirs:.3f} {row.unit}", f"{row.ratio:.2f}", row.peer)
-        table.add_row(*cells, *([speed] if has_speeds else []))
+        table.add_row(*cells, *([speed] if has_speeds else []), *([share] if has_shares else []))
     console.print(table)
     for each in figures.skipped:
         console.print(f"skipped: {each.case}: {each.reason}", markup=False)

@@ -10,6 +10,7 @@ import torch
 
 import pserver
 from benchmarks.harness import Side, timed
+from benchmarks.models import TrainingStep
 from benchmarks.network import LOOPBACK, Site
 from benchmarks.parameters import LEARNING_RATE, make_parameters
 from benchmarks.team import take_turns, team
@@ -33,8 +34,23 @@ def our_trainers(
 
     Yields a side: all take `repeats` steps in a row; the mean seconds of one, on the slowest trainer, count.
     """
-    with team(count, _train, address, count, transport, prepare, repeats, namespace=site.namespace) as sides:
+    with our_sides(address, prepare, count=count, transport=transport, repeats=repeats, site=site) as sides:
         yield sides("ours")
+
+
+@contextmanager
+def our_sides(
+    address: str,
+    prepare: Prepare,
+    *,
+    count: int = 1,
+    transport: str = "auto",
+    repeats: int = 1,
+    site: Site = LOOPBACK.trainers,
+) -> Iterator[Callable[[str], Side]]:
+    """The same, with two sides by name: "ours", and "hidden", the share of communication that was hidden until then."""
+    with team(count, _train, address, count, transport, prepare, repeats, namespace=site.namespace) as sides:
+        yield sides
 
 
 def ready_gradients(
@@ -61,4 +77,8 @@ def _train(
     connection: Connection, rank: int, address: str, count: int, transport: str, prepare: Prepare, repeats: int
 ) -> None:
     with pserver.connect(address, rank=rank, world_size=count, transport=transport):
-        take_turns(connection, {"ours": timed(prepare(), repeats=repeats)})
+        step = prepare()
+        sides = {"ours": timed(step, repeats=repeats)}
+        if isinstance(step, TrainingStep):
+            sides["hidden"] = step.hidden_share
+        take_turns(connection, sides)

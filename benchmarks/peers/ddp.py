@@ -15,7 +15,7 @@ from torch.distributed import barrier, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Side, timed
-from benchmarks.models import LEARNING_RATE, MODELS, MOMENTUM, train_step
+from benchmarks.models import LEARNING_RATE, MODELS, MOMENTUM, TrainingStep
 from benchmarks.network import LOOPBACK
 from benchmarks.parameters import LEARNING_RATE as READY_LEARNING_RATE
 from benchmarks.parameters import make_parameters
@@ -131,5 +131,5 @@ def _train_model(connection: Connection, rank: int, store: Path, num_trainers: i
             module, inputs, targets = MODELS[model](rank)
             replica = DistributedDataParallel(module, **options)
             optimizer = torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
-            sides[name] = timed(train_step(replica, optimizer, inputs, targets), repeats=repeats)
+            sides[name] = timed(TrainingStep(replica, optimizer, inputs, targets), repeats=repeats)
         take_turns(connection, sides)

@@ -108,6 +108,13 @@ def test_speed_is_what_ours_moves_in_its_time() -> None:
     assert row.mb_per_s == pytest.approx(20.0)
 
 
+def test_a_row_says_how_much_was_hidden_if_that_was_asked() -> None:
+    case = Case(ours=steady(0.5), peers={"other": steady(1.0)}, hidden=lambda: 0.25)
+
+    assert measure("c", case, rounds=1).hidden_share == 0.25
+    assert measure("c", Case(ours=steady(0.5), peers={"other": steady(1.0)}), rounds=1).hidden_share is None
+
+
 def test_peer_is_reported_in_its_fastest_configuration() -> None:
     row = measure("c", Case(ours=steady(0.002), peers={"slow": steady(0.006), "fast": steady(0.003)}), rounds=1)
 

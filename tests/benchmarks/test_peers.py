@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.models import MODELS, train_step
+from benchmarks.models import MODELS, TrainingStep
 from benchmarks.parameters import LEARNING_RATE, make_parameters
 from benchmarks.peers.batch_rpc import BatchServer
 from benchmarks.peers.ddp import ReadyGradients
@@ -95,7 +95,7 @@ def test_model_takes_a_training_step(name: str) -> None:
     model, inputs, targets = MODELS[name](0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
-    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs, targets)()
+    TrainingStep(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs, targets)()
 
     assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 

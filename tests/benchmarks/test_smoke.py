@@ -13,9 +13,12 @@ from benchmarks.command import app
 _ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 600
 _CASES = {
-    "pushpull": ["shm-1", "shm-50", "shm-10000", "tcp-1", "tcp-50", "link10g-50", "floor-copy", "floor-socket"],
+    "pushpull": [
+        *("shm-1", "shm-50", "shm-10000", "tcp-1", "tcp-50", "tcp-50-bf16"),
+        *("link10g-50", "link10g-50-bf16", "floor-copy", "floor-socket"),
+    ],
     "small": ["step-2x2", "batch-2x2"],
-    "ddp": ["step-comm", "mnist-cnn", "transformer"],
+    "ddp": ["step-comm", "mnist-cnn", "transformer", "mnist-cnn-overlap", "transformer-overlap"],
     "scaling": ["trainers-1", "trainers-2", "servers-1", "servers-2", "size-1MB", "size-4MB", "server-rss"],
 }
 
@@ -46,7 +49,7 @@ def test_quick_run_writes_every_row(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
     rows, skipped = record["rows"], {each["case"] for each in record["skipped"]}
-    assert skipped <= {"link10g-50"}  # not everybody is root
+    assert skipped <= {"link10g-50", "link10g-50-bf16"}  # not everybody is root
     assert [row["case"] for row in rows] == [case for case in _CASES[name] if case not in skipped]
     for row in rows:
         unit = "mb" if row["case"] == "server-rss" else "ms"

@@ -7,6 +7,7 @@ summary.json and TensorBoard events in the folder given by --out.
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -214,4 +215,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Says, among other things, why a server is reached by messages where shared memory was to be expected.
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("pserver").setLevel(logging.INFO)
     main()

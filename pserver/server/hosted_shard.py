@@ -96,6 +96,8 @@ class HostedShard:
                 while not working.done():
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait((working,))
+                if not working.cancelled():
+                    working.exception()  # nobody may be left to be told
 
     def extend_lease(self, until_ns: int) -> None:
         """Until when trainers may read the shard's memory without asking."""

@@ -18,6 +18,7 @@ class ChunkPacker:
     def __init__(self) -> None:
         self._chunks: list[RawChunk] = []
         self._num_bytes = 0
+        self._num_kept = 0  # chunks, the first ones, that are copies already
 
     def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
         """Adds a whole bucket's bytes; yields the messages that are full now, which is more than half.
@@ -38,9 +39,11 @@ class ChunkPacker:
 
     def keep(self) -> None:
         """Copies what is held, so that the buckets may change before the next message is full."""
-        self._chunks = [each._replace(data=bytes(each.data)) for each in self._chunks]
+        for number in range(self._num_kept, len(self._chunks)):
+            self._chunks[number] = self._chunks[number]._replace(data=bytes(self._chunks[number].data))
+        self._num_kept = len(self._chunks)
 
     def rest(self) -> list[RawChunk]:
         """What is left, perhaps nothing; the packer is empty afterwards."""
-        rest, self._chunks, self._num_bytes = self._chunks, [], 0
+        rest, self._chunks, self._num_bytes, self._num_kept = self._chunks, [], 0, 0
         return rest

@@ -56,8 +56,8 @@ class Segment:
             raise SharedMemoryUnavailable(f"{DIRECTORY} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(self._file, 0, num_bytes)
-            # MAP_SHARED, and no descriptor of its own.
+            _take_pages(self._file, num_bytes)
+            # MAP_SHARED. It has a copy of the descriptor, and so the lock, until the memory goes.
             self.memory = memoryview(mmap.mmap(self._file, num_bytes))
             descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -66,9 +66,10 @@ class Segment:
                 os.close(descriptors)
         except OSError as error:
             os.close(self._file)
-            raise SharedMemoryUnavailable(
-                f"{DIRECTORY} has no room for {num_bytes} bytes ({error.strerror}); enlarge it (docker: shm_size)"
-            ) from None
+            raise SharedMemoryUnavailable(f"{DIRECTORY} cannot be used: {error.strerror}") from None
+        except SharedMemoryUnavailable:
+            os.close(self._file)
+            raise
 
     def close(self) -> None:
         """Removes the name; the memory goes once nobody maps it any more. Closing twice is no error."""
@@ -78,6 +79,16 @@ class Segment:
         with suppress(FileNotFoundError):
             os.unlink(DIRECTORY / self.name)
         os.close(self._file)
+
+
+def _take_pages(file: int, num_bytes: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        raise SharedMemoryUnavailable(
+            f"{DIRECTORY} has no room for {num_bytes} bytes ({error.strerror}); enlarge it (docker: the size of the "
+            "volume that is mounted there, or shm_size)"
+        ) from None
 
 
 def map_segment(name: str, *, writable: bool) -> memoryview:

@@ -28,8 +28,8 @@ def start() -> Iterator[Start]:
     """Starts a child of the given class; it ends with the test."""
     started: list[Child] = []
 
-    def start(kind: type[C], *arguments: Any, **environ: str) -> C:
-        child = kind(*arguments, **environ)
+    def start(kind: type[C], *arguments: Any, **options: Any) -> C:
+        child = kind(*arguments, **options)
         started.append(child)
         return child
 

@@ -1,9 +1,12 @@
 """A process of several trainers, each of which stops at a point of its own while it talks to the servers.
 
 Usage: held_trainer.py COORDINATOR ADDRESSES TRAINERS, the last two as JSON: servers in the order of their shards, and a
-list of {"rank", "model", "policy", "point"}. Points, by what has been done when a trainer stops for good:
+list of {"rank", "model", "policy", "transport", "point"}. Points, by what has been done when a trainer stops for good:
 
-    asked           both shards have been called, and neither has a byte
+    half_written    every other element of the gradient has been written to one mailbox, over the one of before
+    written         the gradient has been written to all mailboxes, and no bucket is said to be of the push
+    half_stamped    half the buckets in one mailbox are said to be of the push
+    asked           both shards have been called, and neither has a byte; mailboxes are complete
     first_message   the first message of several has gone to one shard
     one_shard       one shard has everything, the other one nothing
     one_and_a_bit   one shard has everything, the other one the first message
@@ -24,12 +27,15 @@ import torch
 
 import pserver
 from pserver.client.cluster import Cluster
+from pserver.client.mapped_shard import NO_PUSH
 from pserver.config import TrainerSettings
 from pserver.core.sync import make_policy
 from pserver.transport import chunks
 from pserver.transport.grpc_channel import GrpcChannel
 
 ALL = 1 << 30
+#: Where a trainer with mailboxes stops before it has anything to say to a server.
+IN_MEMORY = ("half_written", "written", "half_stamped")
 #: Request messages that each shard may have.
 LIMITS = {
     "asked": (0, 0),
@@ -45,10 +51,11 @@ NUM_ELEMENTS = 160_000
 class Hold:
     """Lets so many messages to each server through, then says so and waits for ever."""
 
-    def __init__(self, model, addresses, point):
+    def __init__(self, model, addresses, transport, point):
         self._model = model
         self._limits = dict(zip(addresses, LIMITS.get(point, (ALL, ALL)), strict=True))
-        self._method = "Initialise" if point == "initialising" else "Step"
+        steps = "StepOnce" if transport == "shm" else "Step"
+        self._method = "Initialise" if point == "initialising" else steps
         self._holds_replies = point == "both"
         self._num_waiting = 0
         self.armed = point == "initialising"
@@ -56,16 +63,16 @@ class Hold:
     def concerns(self, method):
         return self.armed and method.name == self._method
 
-    async def requests(self, address, requests):
+    async def requests(self, method, address, requests):
         number = 0
         async for request in requests:
             if number == self._limits[address]:
                 await self.wait_for_ever()
+            if not method.client_streaming:
+                self._count_sent()  # nobody asks for what comes after the one request
             yield request
             number += 1
-        if not self._holds_replies:
-            # The other shard's call is the one that stops.
-            self._count()
+        self._count_sent()
 
     async def replies(self, replies):
         async for reply in replies:
@@ -76,6 +83,11 @@ class Hold:
     async def wait_for_ever(self):
         self._count()
         await asyncio.get_running_loop().create_future()
+
+    def _count_sent(self):
+        if not self._holds_replies:
+            # The other shard's call is the one that stops.
+            self._count()
 
     def _count(self):
         self._num_waiting += 1
@@ -99,7 +111,7 @@ class HeldChannel:
             async for reply in self._inner.call(method, requests, timeout_s=timeout_s):
                 yield reply
             return
-        held = self._hold.requests(self.address, requests)
+        held = self._hold.requests(method, self.address, requests)
         async for reply in self._hold.replies(self._inner.call(method, held, timeout_s=timeout_s)):
             yield reply
 
@@ -120,10 +132,10 @@ def gradient(rank, step):
 class HeldTrainer:
     """One of them."""
 
-    def __init__(self, coordinator, addresses, rank, model, policy, point):
-        self._hold = Hold(model, addresses, point)
+    def __init__(self, coordinator, addresses, rank, model, policy, transport, point):
+        self._hold = Hold(model, addresses, transport, point)
         self._rank, self._name, self._policy, self._point = rank, model, policy, point
-        settings = TrainerSettings.resolve(coordinator, rank=rank, world_size=1, timeout_s=60.0)
+        settings = TrainerSettings.resolve(coordinator, rank=rank, world_size=1, timeout_s=60.0, transport=transport)
         self._session = Cluster(settings, connect_channel=lambda address: HeldChannel(address, self._hold))
         self.go_on = threading.Event()
 
@@ -148,8 +160,37 @@ class HeldTrainer:
             for number in range(3):
                 optimizer._model.push(1000 + number, [weight.grad])
         else:
+            if self._point in IN_MEMORY:
+                self._stop_in(optimizer._model._shards._clients[0].writable)
             optimizer.step()
         say("held", self._name)
+
+    def _stop_in(self, shard):
+        """Makes the next step stop while it writes to the memory of this shard."""
+        gather, stamp = shard.outgoing.gather, shard.stamp
+
+        def write_half(tensors):
+            before, even = gradient(self._rank, 1), torch.arange(NUM_ELEMENTS) % 2 == 0
+            gather({index: torch.where(even, tensor, before) for index, tensor in tensors.items()})
+            self._stop()
+
+        def stamp_half(sequence):
+            if sequence == NO_PUSH:
+                stamp(sequence)
+                return
+            buckets = shard._mailbox.offsets.buckets
+            for bucket in buckets[: len(buckets) // 2] if self._point == "half_stamped" else ():
+                shard._mailbox.set_word(bucket.index, sequence)
+            self._stop()
+
+        if self._point == "half_written":
+            shard.outgoing.gather = write_half
+        else:
+            shard.stamp = stamp_half
+
+    def _stop(self):
+        say("held", self._name)
+        threading.Event().wait()
 
 
 def main():

@@ -149,16 +149,26 @@ class Child:
 
 
 class Server(Child):
-    """`pserver serve`; not ready yet when it is made."""
+    """`pserver serve`; not ready yet when it is made.
 
-    def __init__(self, name: str, *arguments: str) -> None:
+    Args:
+        segments: directory of its shared memory; the usual one unless given.
+    """
+
+    def __init__(self, name: str, *arguments: str, segments: Path | None = None) -> None:
         leases = ("--trainer-lease-s", str(TRAINER_LEASE_S), "--server-lease-s", str(SERVER_LEASE_S))
-        super().__init__(name, [*PSERVER, "serve", "--name", name, *leases, *arguments])
+        program = PSERVER if segments is None else with_segments_in(segments, "pserver.cli.main")
+        super().__init__(name, [*program, "serve", "--name", name, *leases, *arguments])
 
     def address(self) -> str:
         """Where it listens; waits until it is ready."""
         line = self.wait_for(rf"^pserver ready name={self.name} ", START_S)
         return dict(item.split("=", 1) for item in line.split()[2:])["address"]
+
+
+def with_segments_in(directory: Path, module: str) -> tuple[str, ...]:
+    """The command of a module whose shared memory lies in a directory."""
+    return (sys.executable, "-m", "tests.cluster.segments_in", str(directory), module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +181,16 @@ class Reply:
 
 
 class Trainer(Child):
-    """A process that runs remote_trainer.py: it does what it is told, so a test decides what happens when."""
+    """A process that runs remote_trainer.py: it does what it is told, so a test decides what happens when.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, [sys.executable, str(Path(__file__).with_name("remote_trainer.py"))])
+    Args:
+        segments: directory of its servers' shared memory; the usual one unless given.
+    """
+
+    def __init__(self, name: str, *, segments: Path | None = None) -> None:
+        module = "tests.cluster.remote_trainer"
+        program = (sys.executable, "-m", module) if segments is None else with_segments_in(segments, module)
+        super().__init__(name, program)
         self._num_told = 0
         self._num_replies = 0
         self.in_session = False

@@ -1,8 +1,10 @@
 """Models and contexts that are made and dropped leave nothing behind, on the server and on the trainer."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,19 @@ from pserver.client.cluster import Cluster as Session
 from pserver.config import TrainerSettings
 from tests.cluster.counted import CountedServer
 from tests.cluster.counted_server import resident_bytes
-from tests.cluster.processes import START_S
+from tests.cluster.processes import START_S, Child
+from tests.cluster.stepping_trainers import NUM_BYTES
+from tests.routes import ROUTES
 
 MEBI = 1 << 20
 #: What a process may grow by, for fragments and caches of allocators. All that was dropped is many times that.
 BOUND_BYTES = 48 * MEBI
 #: Of one model's values and of one context's gradients. Optimizer state and buffers on the trainer come on top.
 MODEL_BYTES = MEBI
+#: The same, of steps once some have been done, which keep nothing at all.
+STEPS_BOUND_BYTES = 6 * MEBI
+#: Steps after which every buffer there is has been made.
+NUM_WARM_UP_STEPS = 150
 LEASE_S = 60.0
 FIRST_CONTEXT = 10_000
 
@@ -132,3 +140,38 @@ def test_trainers_that_come_and_go_leave_nothing(server: CountedServer, number: 
     server.counts_with(Member=0, GradientContext=0, outcomes=0, Model=1, Shard=1)
     with Session(settings) as session:
         session.drop_model("stays")
+
+
+# Steps
+
+
+@pytest.fixture(scope="module")
+def stepping(server: CountedServer) -> Iterator[Child]:
+    """Two trainers in a process of their own; see stepping_trainers.py."""
+    script = str(Path(__file__).with_name("stepping_trainers.py"))
+    child = Child("stepping", [sys.executable, script, server.address()])
+    yield child
+    child.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("route_name", ROUTES)
+@pytest.mark.parametrize("number", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_steps_leave_nothing(
+    server: CountedServer, stepping: Child, number: int, route_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A leak of one gradient a step would be several times the bound."""
+    assert number * NUM_BYTES > 3 * STEPS_BOUND_BYTES
+
+    def step(count: int) -> tuple[int, int]:
+        """Resident bytes of the server and of the trainers after so many steps of both."""
+        num_before = sum(line.startswith("stepped ") for line in stepping.stdout)
+        stepping.say(f"{route_name}: {count}")
+        line = stepping.wait_for("^stepped ", 5 * START_S, skip=num_before)
+        return server.counts()["resident_bytes"], int(line.split()[1])
+
+    before = step(NUM_WARM_UP_STEPS)
+    after = step(number)
+    grown = after[0] - before[0], after[1] - before[1]
+    report(capsys, f"{number} steps by {route_name}", *grown)
+    assert max(grown) < STEPS_BOUND_BYTES

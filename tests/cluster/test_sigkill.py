@@ -15,6 +15,7 @@ import pserver
 from pserver.client.cluster import Cluster
 from pserver.core.sync import Async, Bsp, Ssp, SyncPolicy, policy_arguments
 from pserver.errors import RoundFailed
+from pserver.server.node import ServerNode
 from pserver.types import StepResult
 from tests.cluster.held_trainer import NUM_ELEMENTS, gradient
 from tests.cluster.processes import SOON_S, START_S, Child
@@ -32,6 +33,7 @@ class Case:
 
     Attributes:
         point: where the trainer is when it dies; see held_trainer.py.
+        transport: of the trainer that is killed; the survivors share memory.
         policy: of the model.
         contexts: on both shards just before the kill, those of the survivors included.
         counted: whether the killed trainer's second gradient is in a round.
@@ -39,6 +41,7 @@ class Case:
     """
 
     point: str
+    transport: str = "grpc"
     policy: SyncPolicy = field(default_factory=Bsp)
     contexts: tuple[int, int]
     counted: bool = False
@@ -58,6 +61,17 @@ CASES = {
     "ssp": Case(point="one_shard", policy=Ssp(0), contexts=(3, 2)),
     "async": Case(point="one_shard", policy=Async(), contexts=(1, 0)),
     "initial-values-half-sent": Case(point="initialising", contexts=(0, 0), steps_before=0),
+    "memory-half-written": Case(point="half_written", transport="shm", contexts=(2, 2)),
+    "memory-written": Case(point="written", transport="shm", contexts=(2, 2)),
+    "memory-half-stamped": Case(point="half_stamped", transport="shm", contexts=(2, 2)),
+    "memory-stamped": Case(point="asked", transport="shm", contexts=(2, 2)),
+    "memory-announced-to-one-shard": Case(point="one_shard", transport="shm", contexts=(3, 2)),
+    "memory-decided-before-it-heard-so": Case(
+        point="both", transport="shm", contexts=(0, 0), counted=True, steps_before=2
+    ),
+    "memory-committed-but-not-decided": Case(point="both", transport="shm", contexts=(1, 1), steps_before=1),
+    "memory-pushed-but-not-committed": Case(point="pushed", transport="shm", contexts=(3, 3), steps_before=1),
+    "memory-ssp": Case(point="one_shard", transport="shm", policy=Ssp(0), contexts=(3, 2)),
 }
 BEREAVED = {name: case for name, case in CASES.items() if case.point != "initialising"}
 
@@ -91,10 +105,14 @@ class Survivor:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one model came to; `values` are each survivor's, then what a newcomer reads."""
+    """What one model came to; `values` are each survivor's, then what a newcomer reads.
+
+    Contexts and mailboxes: how many there are, by server.
+    """
 
     contexts_before: list[int]
     contexts_after: list[int]
+    mailboxes_after: list[int]
     results: list[list[StepResult]]
     values: list[torch.Tensor]
     shard_rounds: list[int]
@@ -139,7 +157,7 @@ def story() -> Iterator[Story]:
                 ]
                 child.say("go on")
                 for name, case in CASES.items():
-                    if name != "committed-but-not-decided":
+                    if case.point != "both" or case.counted:
                         child.wait_for(f"^held {name}$")
                     until(lambda case=case, name=name: contexts_of(servers, name) == list(case.contexts), name)
                 contexts_before = {name: contexts_of(servers, name) for name in CASES}
@@ -167,6 +185,7 @@ def held_trainer(servers: GrpcCluster) -> list[str]:
             "rank": rank,
             "model": name,
             "policy": (case.policy.name, policy_arguments(case.policy)),
+            "transport": case.transport,
             "point": case.point,
         }
         for rank, (name, case) in enumerate(CASES.items(), len(SURVIVORS))
@@ -179,6 +198,12 @@ def contexts_of(servers: GrpcCluster, name: str) -> list[int]:
     return [max(0, each) for each in servers.num_contexts(name)]
 
 
+def mailboxes_of(node: ServerNode, name: str) -> int:
+    memory = node.shards._shards[name].memory
+    assert memory is not None
+    return len(memory._mailboxes)
+
+
 def outcome(
     servers: GrpcCluster, name: str, survivors: list[Survivor], newcomer: Cluster, contexts_before: list[int]
 ) -> Outcome:
@@ -188,6 +213,7 @@ def outcome(
     return Outcome(
         contexts_before=contexts_before,
         contexts_after=contexts_of(servers, name),
+        mailboxes_after=[mailboxes_of(node, name) for node in servers.nodes],
         results=[each.results for each in survivors],
         values=[each.weight.detach().clone() for each in (*survivors, reader)],
         shard_rounds=[shard.round for shard in status.shards],
@@ -229,6 +255,12 @@ def test_the_survivors_are_told_who_was_in_a_round(story: Story, name: str) -> N
 @pytest.mark.parametrize("name", CASES)
 def test_its_contexts_are_freed_when_its_lease_ends(story: Story, name: str) -> None:
     assert story.outcomes[name].contexts_after == [0, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_mailboxes_are_freed_when_its_lease_ends(story: Story, name: str) -> None:
+    """Only the survivors and the newcomer have any."""
+    assert story.outcomes[name].mailboxes_after == [len(SURVIVORS) + 1] * 2
 
 
 def test_no_call_of_it_goes_on(story: Story) -> None:

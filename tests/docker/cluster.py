@@ -13,6 +13,8 @@ from tests.docker.daemon import Docker
 SERVERS = ("coordinator", "server-0", "server-1")
 TRAINERS = ("trainer-0", "trainer-1")
 
+#: Compose's own. https://docs.docker.com/reference/compose-file/services/#labels
+_LABEL = "com.docker.compose"
 _BUILD_S = 900.0
 _UP_S = 300.0
 _DOWN_S = 120.0
@@ -20,15 +22,16 @@ _DOWN_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A project of Compose: `file` with the settings in `environ`, which also names the project."""
+    """A project of Compose: `files`, each over those before it, with the settings in `environ`, which also names it."""
 
     docker: Docker
-    file: Path
+    files: tuple[Path, ...]
     environ: Mapping[str, str]
 
     @property
-    def project(self) -> str:
-        return self.environ["COMPOSE_PROJECT_NAME"]
+    def label(self) -> str:
+        """A filter for what belongs to the project."""
+        return f"label={_LABEL}.project={self.environ['COMPOSE_PROJECT_NAME']}"
 
     def compose(self, *arguments: str, timeout_s: float = 60.0, extra: Mapping[str, str] | None = None) -> str:
         """What `docker compose ARGUMENTS` prints; `extra` goes into its environment.
@@ -36,9 +39,13 @@ class Composed:
         Raises:
             CommandFailed: as `commands.run` does.
         """
-        command: tuple[str | Path, ...] = (*self.docker.compose, "--ansi", "never", "--file", self.file)
+        files = (part for file in self.files for part in ("--file", file))
+        command: tuple[str | Path, ...] = (*self.docker.compose, "--ansi", "never", *files)
         return run(
-            (*command, *arguments), environ={**self.environ, **(extra or {})}, timeout_s=timeout_s, cwd=self.file.parent
+            (*command, *arguments),
+            environ={**self.environ, **(extra or {})},
+            timeout_s=timeout_s,
+            cwd=self.files[0].parent,
         )
 
     def build(self, extra: Mapping[str, str]) -> None:
@@ -63,8 +70,19 @@ class Composed:
             self.compose("down", "--volumes", "--timeout", "10", timeout_s=_DOWN_S)
 
     def container(self, service: str) -> str:
-        """The id of the container of `service`, running or not."""
-        return self.compose("ps", "-a", "-q", service).strip()
+        """The id of the container of `service`, running or not; those that `run` started do not count."""
+        labels = (f"{_LABEL}.service={service}", f"{_LABEL}.oneoff=False")
+        filters = (part for label in labels for part in ("--filter", f"label={label}"))
+        return self.docker.run("ps", "-a", "-q", "--filter", self.label, *filters).strip()
+
+    def read(self, service: str, *command: str) -> str:
+        """What `command` prints in the running container of `service`."""
+        # Compose would take a second.
+        return self.docker.run("exec", self.container(service), *command)
+
+    def logs(self, service: str) -> list[str]:
+        """What the container of `service` has printed so far, in all its runs."""
+        return self.compose("logs", "--no-color", service).splitlines()
 
     def state(self, service: str) -> Mapping[str, Any]:
         """What Docker knows about the container of `service`: Status, ExitCode, Health, ..."""
@@ -77,6 +95,6 @@ class Composed:
 
     def leftovers(self) -> list[str]:
         """Containers, volumes and networks of the project that are still there."""
-        mine = f"label=com.docker.compose.project={self.project}"
+        mine = ("-q", "--filter", self.label)
         listings = (("ps", "-a"), ("volume", "ls"), ("network", "ls"))
-        return [name for listing in listings for name in self.docker.run(*listing, "-q", "--filter", mine).split()]
+        return [name for listing in listings for name in self.docker.run(*listing, *mine).split()]

@@ -1,7 +1,9 @@
 """Training a model that is on a CUDA device; the servers, in this process, step on the CPU."""
 
+import statistics
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,11 +11,15 @@ import torch
 from torch.nn.functional import mse_loss
 
 from pserver.client.cluster import Cluster
-from pserver.client.flattening import FlatBuffers
+from pserver.client.region import Region
 from pserver.errors import InvalidRequest
 from pserver.optim import RemoteOptimizer
 from pserver.testing.local_cluster import LocalCluster
 from pserver.wire.layout import TensorSpec, build_layout
+from pserver.wire.shared_buckets import BucketOffsets, tensor_over
+from pserver.wire.shm import Segment
+
+MakeRegion = Callable[[int], tuple[Region, list[memoryview]]]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,30 +183,104 @@ def test_new_values_are_there_for_whatever_is_queued_after_the_step(cluster: Clu
         assert torch.equal(values.cpu(), torch.full((5000,), -float(step)))
 
 
-def one_buffer(num_elements: int) -> tuple[FlatBuffers, list[memoryview]]:
-    """Buffers for one float32 tensor, and their host memory."""
-    layout = build_layout([TensorSpec(name="t", shape=(num_elements,), dtype=torch.float32, group=0)])
-    buffers = FlatBuffers(layout, DEVICE)
-    return buffers, [buffers.bucket_bytes(bucket) for bucket in layout.buckets]
+@pytest.fixture(params=["own", "shared"])
+def make_region(request: pytest.FixtureRequest) -> Iterator[MakeRegion]:
+    """Makes regions for one float32 tensor, in memory of their own or in segments, and gives their host memory too."""
+    segments: list[Segment] = []
+
+    def make(num_elements: int) -> tuple[Region, list[memoryview]]:
+        layout = build_layout([TensorSpec(name="t", shape=(num_elements,), dtype=torch.float32, group=0)])
+        offsets = BucketOffsets(layout.buckets)
+        memory = None
+        if request.param == "shared":
+            segments.append(Segment(offsets.num_bytes))
+            memory = segments[-1].memory
+        region = Region(layout, offsets, DEVICE, memory)
+        return region, [region.bucket_bytes(bucket) for bucket in layout.buckets]
+
+    yield make
+    for segment in segments:
+        segment.close()
 
 
-def test_host_memory_is_free_only_once_the_device_has_read_it(matrix: torch.Tensor) -> None:
-    buffers, memory = one_buffer(5000)
-    buffers.gather([torch.ones(5000, device=DEVICE)])
+def test_host_memory_is_free_only_once_the_device_has_read_it(make_region: MakeRegion, matrix: torch.Tensor) -> None:
+    region, memory = make_region(5000)
+    region.gather({0: torch.ones(5000, device=DEVICE)})
     target = torch.zeros(5000, device=DEVICE)
     busy = keep_busy(matrix)
-    buffers.scatter_([target])
+    region.scatter_({0: target})
     assert not busy.query(), "scatter_ has waited for the device"
-    buffers.wait_until_free()
+    region.wait_until_free()
     for part in memory:
         part[:] = bytes(len(part))
     assert torch.equal(target.cpu(), torch.ones(5000))
 
 
-def test_host_memory_is_pinned() -> None:
-    _, memory = one_buffer(5000)
+def test_gradients_that_are_being_computed_are_waited_for(make_region: MakeRegion, matrix: torch.Tensor) -> None:
+    region, memory = make_region(5000)
+    product = matrix
+    for _ in range(NUM_PRODUCTS):
+        product = product @ matrix
+    region.gather({0: product.reshape(-1)[:5000].contiguous()})
+    assert b"".join(memory)[: 4 * 5000] == bytes(memoryview(torch.eye(4096).reshape(-1)[:5000].numpy()))
+
+
+def test_host_memory_is_page_locked(make_region: MakeRegion) -> None:
+    _, memory = make_region(5000)
     for part in memory:
-        assert torch.frombuffer(part, dtype=torch.float32).is_pinned()
+        assert tensor_over(part, torch.float32).is_pinned()
+
+
+def test_copies_are_about_as_fast_as_those_of_plain_pinned_memory(
+    make_region: MakeRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time decides nothing here; the figures are for whoever reads them."""
+    num_elements = 64 << 20
+    region, _ = make_region(num_elements)
+    tensor = torch.ones(num_elements, device=DEVICE)
+    pinned = torch.empty(num_elements, pin_memory=True)
+
+    def seconds(copy: Callable[[], object]) -> float:
+        times = []
+        for _ in range(7):
+            torch.cuda.synchronize(DEVICE)
+            started = time.perf_counter()
+            copy()
+            torch.cuda.synchronize(DEVICE)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    to_host = seconds(lambda: pinned.copy_(tensor, non_blocking=True)), seconds(lambda: region.gather({0: tensor}))
+    target = torch.zeros_like(tensor)
+    to_device = seconds(lambda: target.copy_(pinned, non_blocking=True)), seconds(lambda: region.scatter_({0: target}))
+    with capsys.disabled():
+        for way, (plain, ours) in (("to the host", to_host), ("to the device", to_device)):
+            print(f"\n{num_elements * 4 / 1e9 / ours:.1f} GB/s {way}, {plain / ours:.2f} of a plain pinned copy")
+    assert torch.equal(target, tensor)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_overlapping_steps_have_the_bits_of_plain_ones(local: LocalCluster, transport: str) -> None:
+    found = []
+    for overlap in (False, True):
+        with local.connect(transport=transport) as session:
+            model = make_model()
+            remote = RemoteOptimizer(
+                *(torch.optim.SGD, model),
+                lr=0.1,
+                momentum=0.9,
+                early_push=overlap,
+                late_pull=overlap,
+                name=f"{transport}-{overlap}",
+                cluster=session,
+            )
+            for step in range(4):
+                remote.zero_grad()
+                backward(model, step)
+                remote.step()
+            remote.wait()
+            found.append(on_cpu(list(model.parameters())))
+    assert_same_bits(found[1], found[0])
 
 
 def test_a_step_synchronises_neither_the_device_nor_a_stream(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

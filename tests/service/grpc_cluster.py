@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from pserver.client.cluster import Cluster
 from pserver.config import ServerSettings, TrainerSettings
 from pserver.server.node import ServerNode
+from pserver.transport.channel import Connector
 from pserver.transport.faults import FaultPlan, with_faults
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.grpc_channel import GrpcChannel
@@ -89,6 +90,7 @@ class GrpcCluster:
         timeout_s: float = TIMEOUT_S,
         transport: str | None = None,
         plan: FaultPlan | None = None,
+        connect_channel: Connector = GrpcChannel,
     ) -> Cluster:
         """A trainer's session, not started yet; its calls suffer the faults of `plan`."""
         settings = TrainerSettings.resolve(
@@ -99,7 +101,7 @@ class GrpcCluster:
             transport=transport,
             environ={},
         )
-        return Cluster(settings, connect_channel=with_faults(GrpcChannel, plan or FaultPlan()))
+        return Cluster(settings, connect_channel=with_faults(connect_channel, plan or FaultPlan()))
 
     def train(
         self,

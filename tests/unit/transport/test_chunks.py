@@ -102,3 +102,22 @@ def test_what_is_left_is_taken_once():
     list(packer.add(bucket, bytes(64)))
     assert len(packer.rest()) == 1
     assert packer.rest() == []
+
+
+def test_what_is_kept_is_copied_once():
+    buckets = buckets_of(64, *[(16, torch.float32)] * 3)
+    packer = ChunkPacker()
+    values = torch.ones(16)
+    for bucket in buckets:
+        assert not list(packer.add(bucket, memory_of(values)))
+        packer.keep()
+    first, *_ = kept = packer.rest()
+    values.zero_()
+    assert [chunk.data for chunk in kept] == [to_bytes(torch.ones(16))] * 3
+
+    list(packer.add(buckets[0], first.data))
+    packer.keep()
+    again = packer._chunks[0].data
+    list(packer.add(buckets[1], memory_of(values)))
+    packer.keep()
+    assert packer._chunks[0].data is again

@@ -1,0 +1,52 @@
+"""Channels that count: calls by RPC, and the messages of each."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pserver.transport.grpc_channel import GrpcChannel
+from pserver.transport.methods import Method, Sendable
+
+
+@dataclass(slots=True)
+class Calls:
+    """What went over all channels that it opened, by name of the RPC; it is their connector.
+
+    Attributes:
+        made: calls.
+        sent, received: messages.
+    """
+
+    made: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, address: str) -> "_CountedChannel":
+        return _CountedChannel(address, self)
+
+
+class _CountedChannel:
+    def __init__(self, address: str, calls: Calls) -> None:
+        self._inner = GrpcChannel(address)
+        self._calls = calls
+
+    @property
+    def address(self) -> str:
+        return self._inner.address
+
+    async def call(
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        self._calls.made[method.name] += 1
+        async for reply in self._inner.call(method, self._sent(method, requests), timeout_s=timeout_s):
+            self._calls.received[method.name] += 1
+            yield reply
+
+    async def _sent(self, method: Method, requests: AsyncIterable[Sendable]) -> AsyncIterator[Sendable]:
+        async for request in requests:
+            self._calls.sent[method.name] += 1
+            yield request
+
+    async def close(self) -> None:
+        await self._inner.close()

@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 64
 STORED = -1
 #: Group of buffers that travel with every step and are combined by a policy; no optimizer steps them either.
 BUFFERS = -2
-MAX_BUCKET_BYTES = 1 << 20
+MAX_BUCKET_BYTES = 4 << 20
 MIN_BUCKET_BYTES = 8 << 10
 #: A small model is cut into about this many buckets, so that it still spreads over servers.
 TARGET_NUM_BUCKETS = 16

@@ -10,7 +10,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards the three fields below
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, int] = {}  # the round of each bucket
         self._taking = False
         self._over = False
 
@@ -18,12 +18,13 @@ class Arrivals:
         """The memory of these buckets is about to be written, perhaps once more: a call is repeated if it breaks."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taking)
-            self._arrived -= buckets
+            for bucket in buckets:
+                self._arrived.pop(bucket, None)
 
-    def add(self, bucket: int) -> None:
-        """A bucket has arrived whole."""
+    def add(self, bucket: int, round_number: int) -> None:
+        """A bucket has arrived whole, with values of this round."""
         with self._changed:
-            self._arrived.add(bucket)
+            self._arrived[bucket] = round_number
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -33,13 +34,18 @@ class Arrivals:
             self._changed.notify_all()
 
     @contextmanager
-    def taking(self, buckets: Set[int]) -> Iterator[bool]:
-        """Waits for these buckets; in the block nobody writes to them. Gives False if they will never arrive."""
+    def taking(self, buckets: Set[int]) -> Iterator[int | None]:
+        """Waits for these buckets; in the block nobody writes to them.
+
+        Yields:
+            Their round, the oldest if they are mixed; None: they will never arrive.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._arrived >= buckets)
-            arrived = self._taking = self._arrived >= buckets
+            self._changed.wait_for(lambda: self._over or self._arrived.keys() >= buckets)
+            self._taking = self._arrived.keys() >= buckets
+            oldest = min(self._arrived[bucket] for bucket in buckets) if self._taking else None
         try:
-            yield arrived
+            yield oldest
         finally:
             with self._changed:
                 self._taking = False

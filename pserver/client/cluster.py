@@ -5,6 +5,7 @@ import atexit
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar, Token
@@ -81,6 +82,7 @@ class Cluster:
         self._lost: PserverError | None = None
         self._under_way: set[asyncio.Task[Any]] = set()  # on the network loop; ended when the lease is lost
         self._worker: ThreadPoolExecutor | None = None
+        self._to_complete: dict[weakref.WeakMethod[Callable[[], None]], None] = {}
         self._closed = False
         self._process = os.getpid()
         self._token: Token[Cluster | None] | None = None
@@ -155,7 +157,13 @@ class Cluster:
         if self._token is not None:
             _current.reset(self._token)
             self._token = None
-        self.close()
+        try:
+            if error[0] is None and not self._closed:
+                for complete in tuple(self._to_complete):
+                    if (found := complete()) is not None:
+                        found()
+        finally:
+            self.close()
 
     # For training scripts
 
@@ -222,6 +230,10 @@ class Cluster:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="pserver-early")
         return self._worker
+
+    def complete_at_exit(self, complete: Callable[[], None]) -> None:
+        """A method to call at the end of the `with` block, if that ends well: a step that is under way still counts."""
+        self._to_complete[weakref.WeakMethod(complete)] = None
 
     @property
     def push_ids(self) -> PushIds:

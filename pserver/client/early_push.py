@@ -4,8 +4,8 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,7 @@ class EarlyPush:
         self._worker = worker
         self._lock = threading.Lock()  # guards the five fields below
         self._buckets = ReadyBuckets(layout, parameters)
-        self._last: tuple[int, torch.Tensor] | None = None  # ready, but its hooks may not have run yet
+        self._last: tuple[int, torch.Tensor] | None = None  # a parameter that is ready, but for the hooks after ours
         self._waiting: dict[int, torch.Tensor] = {}  # ready, but in no bucket that is complete
         self._paused = 0
         self._jobs: list[Future[None]] = []
@@ -56,15 +56,15 @@ class EarlyPush:
 
             return ready
 
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(hook_of(index))  # type: ignore[no-untyped-call]
             for index, parameter in parameters.items()
         ]
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
         """No gradient is handed over any more."""
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self.drain()
 
     @contextmanager
@@ -86,27 +86,29 @@ class EarlyPush:
             self._buckets.restart()
             jobs, self._jobs = self._jobs, []
         for job in jobs:
-            # What went wrong goes wrong again in the step, which says so.
-            if (error := job.exception()) is not None:
-                logger.debug("gradients could not be pushed early: %s", error)
+            with contextlib.suppress(CancelledError):
+                # What went wrong goes wrong again in the step, which says so.
+                if (error := job.exception()) is not None:
+                    logger.debug("gradients could not be pushed early: %s", error)
 
     def _is_ready(self, index: int, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
         with self._lock:
             if self._paused:
                 return
-            before, self._last = self._last, (index, parameter.grad)
+            before, self._last = self._last, (index, parameter)
             if before is None:
                 return
-            if self._buckets.is_ready(before[0]):
-                return  # it has grown since: the step will notice
-            complete = self._buckets.mark(before[0])
-            self._waiting[before[0]] = before[1]
+            index, gradient = before[0], before[1].grad
+            if gradient is None or self._buckets.is_ready(index):
+                return  # a hook has cleared it, or it has grown since: the step will notice
+            complete = self._buckets.mark(index)
+            self._waiting[index] = gradient
             if not complete:
                 return
             gradients, self._waiting = self._waiting, {}
             on_device = _Moment(parameter.device)
-            self._jobs.append(self._worker.submit(self._hand_over, gradients, complete, on_device))
+            with contextlib.suppress(RuntimeError):  # the session has ended
+                self._jobs.append(self._worker.submit(self._hand_over, gradients, complete, on_device))
 
     def _hand_over(self, gradients: Mapping[int, torch.Tensor], buckets: Sequence[int], ready: "_Moment") -> None:
         with ready.passed():
@@ -119,6 +121,11 @@ def is_compiled(module: torch.nn.Module | None) -> bool:
         isinstance(each, torch._dynamo.OptimizedModule) or each._compiled_call_impl is not None
         for each in module.modules()
     )
+
+
+def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Moment:

@@ -1,5 +1,6 @@
 """A module's tensors get the servers' new values when they are looked at."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -37,15 +38,16 @@ class LatePull:
         self._take = take
         self._complete = complete
         self._waiting = False
-        self._hooks = [each.register_forward_pre_hook(self._before_forward) for each in self._modules]
-        self._hooks.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._after_forward))
+        before, after = _Hook(self, LatePull._before_forward), _Hook(self, LatePull._after_forward)
+        hooks = [each.register_forward_pre_hook(before) for each in self._modules]
+        hooks.append(module.register_forward_pre_hook(before, prepend=True))
+        hooks.append(module.register_forward_hook(after))
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
         """Nobody waits any more."""
         self.end()
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
 
     def begin(self) -> None:
         """Values are on their way."""
@@ -69,7 +71,7 @@ class LatePull:
         if found:
             self._take(found)
 
-    def _before_forward(self, module: torch.nn.Module, arguments: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, *arguments: Any) -> None:
         if not self._waiting:
             return
         if torch.compiler.is_compiling():
@@ -78,10 +80,31 @@ class LatePull:
         for table in _TABLES:
             self._look_at(dict.values(module.__dict__[table]))
 
-    def _after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, *arguments: Any) -> None:
         # What the forward did not use; the backward pass may want to push early, and this comes first.
         if self._waiting and not torch.compiler.is_compiling():
             self._complete()
+
+
+class _Hook:
+    """A module's hook: a method of what watches the module, while that lives. Copies of the module are not watched."""
+
+    def __init__(self, late: LatePull | None = None, method: Callable[..., None] | None = None) -> None:
+        self._late = None if late is None else weakref.ref(late)
+        self._method = method
+
+    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        late = None if self._late is None else self._late()
+        if late is not None and self._method is not None:
+            self._method(late, module, *arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,7 +166,7 @@ class SharedModel:
             self._shards.prepare()
             self._shards.begin(self._early.push_id, self._early.context_id)
         self._early.buckets -= self._replica.buckets_with(gradients)
-        self._undecided.take_back(buckets)
+        self._undecided.encoding(buckets)
         self._shards.gather(gradients, buckets, self.codec_state)
         self._early.tensors |= gradients.keys()
         self._early.buckets |= set(buckets)
@@ -175,7 +176,8 @@ class SharedModel:
         """What was sent early is not wanted."""
         early, self._early = self._early, None
         if early is not None:
-            self._shards.abandon()
+            with suppress(InvalidRequest):  # the session has ended, and with it the push
+                self._shards.abandon()
             self._undecided.take_all_back()
             self._cluster.push_ids.settle(early.push_id)
 
@@ -190,8 +192,9 @@ class SharedModel:
         overflow: bool = False,
     ) -> StepResult:
         """`begin_step` and `complete`; returns what became of the step."""
-        self.begin_step(context_id, gradients, samples=samples, options=options, rules=rules, overflow=overflow)
-        self.complete()
+        with self.standing_still():
+            self.begin_step(context_id, gradients, samples=samples, options=options, rules=rules, overflow=overflow)
+            self.complete()
         assert self.last_result is not None
         return self.last_result
 
@@ -289,18 +292,28 @@ class SharedModel:
                 self._take(tensors, pending)
 
     def _take(self, tensors: Iterable[int], pending: "_Pending") -> None:
-        wanted = {index: self._replica.exchanged[index] for index in tensors if index not in pending.taken}
+        wanted = {
+            index: tensor
+            for index in tensors
+            if index not in pending.taken and (tensor := self._replica.exchanged[index]).numel()
+        }
         arrivals = pending.pushing.arrivals
         if wanted and arrivals is not None:
             buckets = self._replica.buckets_with(wanted)
-            with arrivals.taking(buckets) as arrived:
-                if arrived:
-                    self._replica.writing()
+            with arrivals.taking(buckets) as round_number:
+                if round_number is not None:
+                    self._replica.writing(wanted)
                     if self._shards.take_(wanted, buckets):
+                        self._replica.written(wanted)
                         pending.taken |= wanted.keys()
+                        pending.rounds.add(round_number)
                         return
         if wanted:
             self.complete()
+
+    def standing_still(self) -> AbstractContextManager[None]:
+        """For a block in which the training thread does nothing but communicate."""
+        return self._counts.standing_still()
 
     def complete(self) -> None:
         """Waits for a step that was late, and gives all tensors their new values; raises as `step` does."""
@@ -351,15 +364,14 @@ class SharedModel:
             }
             self._early.buckets -= self._replica.buckets_with(tensors)
             buckets = self._replica.exchanged_buckets - self._early.buckets
-            self._undecided.take_back(buckets)
+        self._undecided.encoding(buckets)
         self._absent = frozenset(index for index, each in self._replica.by_index(gradients).items() if each is None)
         absent = self._absent - self._undecided.kept_of(self._absent, self._replica.layout)
         try:
             codec_state = self.codec_state if counts else self._replica.coding.codec.make_state()
             self._shards.gather(tensors, buckets, codec_state)
         except BaseException:
-            self._undecided.add(context_id)
-            self._undecided.give_back(context_id, last_only=True)
+            self._undecided.take_all_back()
             self.abandon_early()
             raise
         self._undecided.add(context_id)
@@ -404,9 +416,11 @@ class SharedModel:
         try:
             result = self._shards.outcome(pending.pushing)
             if result is not None and scatter:
-                self._replica.writing()
                 left = {index: each for index, each in self._replica.exchanged.items() if index not in pending.taken}
-                round_number = self._shards.read_(left)
+                self._replica.writing(left)
+                # Where rounds may be mixed, a call that was repeated brings later values than were taken of the first.
+                round_number = min((self._shards.read_(left), *pending.rounds))
+                self._replica.written(left)
         except DeadlineExceeded as error:
             raise self._explained(error) from error
         except InvalidRequest:
@@ -418,17 +432,16 @@ class SharedModel:
             if not all(isinstance(each, DeadlineExceeded) for each in error.exceptions):
                 raise
             raise self._explained(error) from error
-        self._forget(push)
         if result is None:
+            self._forget(push)
             return None
-        if scatter:
-            self._replica.written()
-            self._round = round_number
+        self._round = round_number
         assert push.commit is not None
         if result.accepted and result.stepped and push.commit.samples:
             self._undecided.forget(push.context_id)
         else:
             self._undecided.give_back(push.context_id)
+        self._forget(push)  # last: gradients may be sent early from now on, by another thread
         self._counts.add(result, push.commit.samples)
         # Where everybody is at a step of their own, schedules differ as they should.
         if not self._warned and not self._sync.mixed_rounds and result.options != push.commit.options:
@@ -444,9 +457,9 @@ class SharedModel:
 
     def _refused(self, push: Push) -> None:
         """A push will be in no round, since not every shard has it."""
-        self._forget(push)
         if push.with_gradients:
             self._undecided.give_back(push.context_id, last_only=True)
+        self._forget(push)
 
     def _forget(self, push: Push) -> None:
         """The outcome of a push is known, or it was refused: what not every shard has can enter no round."""
@@ -472,10 +485,11 @@ class SharedModel:
 
 @dataclass(slots=True)
 class _Pending:
-    """A push under way, and the tensors that have its values already."""
+    """A push under way, and the tensors that have its values already; `rounds`: of these."""
 
     pushing: Pushing
     taken: set[int] = field(default_factory=set)
+    rounds: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         pull_dtype: what parameters are rounded to on their way to every trainer, torch.float16 or torch.bfloat16; the
             servers keep theirs. None: nothing is lost.
         early_push: whether gradients are sent during the backward pass, bucket by bucket as they become ready; `step`
-            sends what is left, and again what was changed since. The result is the same.
+            sends what is left, and again what was changed since, as a GradScaler does. The result is the same.
         late_pull: whether `step` returns before the new parameters are there. Whoever looks at one through its module
             waits for it; a tensor that is held otherwise keeps its old values until the next forward pass of the module
             ends, or `wait`. What `step` would raise is raised there. Both are off where the module is compiled.
@@ -133,7 +133,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._shared().round
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1, grad_scaler: Any = None) -> Any:
-        """Steps with the mean of all trainers' gradients; the parameters are complete when it returns.
+        """Steps with the mean of all trainers' gradients; the parameters are complete when it returns, or `late_pull`.
 
         Args:
             closure: called once, with gradients enabled; computes the loss.
@@ -205,7 +205,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _begin(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> SharedModel:
+    def _begin(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> None:
         model = self._shared()
         model.begin_step(
             self._cluster.contexts.new_id(),
@@ -215,11 +215,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
             rules=self._rules(),
             overflow=overflow,
         )
-        return model
 
     def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
-        model = self._begin(gradients, samples, overflow)
-        model.complete()
+        model = self._shared()
+        with model.standing_still():
+            self._begin(gradients, samples, overflow)
+            model.complete()
         assert model.last_result is not None
         return model.last_result
 
@@ -314,7 +315,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         Every trainer has its own. The last step counts as settled.
         """
-        state = self._shared().codec_state
+        state = self._codec_state()
         return {} if state is None else dict(state.state_dict())
 
     def load_codec_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -323,11 +324,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidRequest: the codec was another one.
         """
-        state = self._shared().codec_state
+        state = self._codec_state()
         if state is not None:
             state.load_state_dict(state_dict)
         elif state_dict:
             raise InvalidRequest(f"this codec remembers nothing, but the state has {sorted(state_dict)[:4]}")
+
+    def _codec_state(self) -> Any:
+        """As of the last step: what was encoded since then is taken back, and left to the next one."""
+        model = self._shared()
+        model.abandon_early()
+        return model.codec_state
 
     def _shared(self) -> SharedModel:
         """The model, once nothing is being done to it beside this thread, and its tensors have their values."""
@@ -363,6 +370,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             assert self._module is not None
             indices = {tensor: index for index, tensor in model.exchanged.items()}
             self._late = LatePull(self._module, indices, model.take, self._complete)
+            self._cluster.complete_at_exit(self._complete)
 
     def _describe(self) -> ModelDescription:
         named: Named = unnamed(self.param_groups) if self._module is None else list(self._module.named_parameters())

@@ -59,7 +59,7 @@ class Receiver:
             self._received[chunk.bucket] = stop
             num_bytes += len(chunk.data)
             if stop == len(target):
-                self._complete(chunk.bucket)
+                self._complete(chunk.bucket, round_number)
         if self._round not in (None, round_number):
             raise InternalError(
                 f"{self._where} sent values of the rounds {self._round} and {round_number} in one stream"
@@ -80,10 +80,10 @@ class Receiver:
                 )
         return self._round if self._targets else None
 
-    def _complete(self, bucket: int) -> None:
+    def _complete(self, bucket: int, round_number: int) -> None:
         """A bucket is whole: it is decoded, and may be taken."""
         if bucket in self._codings:
             values = self._codings[bucket].decode(tensor_over(self._buffers[bucket], torch.uint8))
             tensor_over(self._targets[bucket], values.dtype).copy_(values)
         if self._arrivals is not None:
-            self._arrivals.add(bucket)
+            self._arrivals.add(bucket, round_number)

@@ -66,9 +66,9 @@ class Registration:
                 what=f"attaching to model {replica.spec.name!r}",
             )
         shards.share_memory()
-        replica.writing()
+        replica.writing(replica.tensors)
         round_number = shards.pull_(attached.round, replica.tensors)
-        replica.written()
+        replica.written(replica.tensors)
         return shards, round_number, attached.step
 
     def _ask(self, replica: Replica, initialised: bool, replaces: int) -> pb.RegisterModelReply:

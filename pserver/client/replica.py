@@ -40,7 +40,7 @@ class Replica:
             for segment in segments:
                 self._buckets_of.setdefault(segment.tensor, []).append(bucket)
         self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
-        self._seen: dict[int, tuple[int, int]] | None = None  # None while the parameters are being written
+        self._seen: dict[int, tuple[int, int]] = {}  # of parameters that are not being written
 
     @property
     def has_complex_parameters(self) -> bool:
@@ -74,13 +74,14 @@ class Replica:
         """The gradients by index of their parameters."""
         return dict(zip(self.stepped, gradients, strict=True))
 
-    def writing(self) -> None:
-        """The parameters are about to be given the servers' values; if that is interrupted, they hold anything."""
-        self._seen = None
+    def writing(self, tensors: Iterable[int]) -> None:
+        """These tensors are about to be given the servers' values; if that is interrupted, they hold anything."""
+        for index in tensors:
+            self._seen.pop(index, None)
 
-    def written(self) -> None:
-        """The parameters have been given the servers' values."""
-        self._seen = {index: _state_of(self.tensors[index]) for index in self.stepped}
+    def written(self, tensors: Iterable[int]) -> None:
+        """These tensors have been given the servers' values."""
+        self._seen |= {index: _state_of(self.tensors[index]) for index in tensors if index in self.stepped}
 
     def check_unchanged(self, holds: Callable[[int, torch.Tensor], bool]) -> None:
         """Refuses to go on if somebody else has written to the parameters: the servers' values would win silently.
@@ -94,7 +95,7 @@ class Replica:
         for index in self.stepped:
             parameter = self.tensors[index]
             self._check(index, parameter)
-            if self._seen is None or _state_of(parameter) == self._seen[index]:
+            if index not in self._seen or _state_of(parameter) == self._seen[index]:
                 continue
             if not holds(index, parameter):
                 name = self.spec.tensors[index].name

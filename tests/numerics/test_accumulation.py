@@ -14,6 +14,7 @@ from tests.numerics.training import (
     RECIPES,
     Batch,
     assert_same_bits,
+    contexts_held,
     loss_of,
     make_batches,
     make_module,
@@ -27,11 +28,6 @@ def distributed(session: Cluster, module: torch.nn.Module, recipe: str, name: st
     return pserver.optim.DistributedOptimizer(
         RECIPES[recipe].optimizer, model.parameter_refs(), **RECIPES[recipe].options
     )
-
-
-def contexts_held(cluster: LocalCluster, name: str) -> list[int]:
-    """How many contexts the shards of a model hold, by server."""
-    return [node.shards._shards[name]._shard.num_contexts for node in cluster.nodes]
 
 
 def accumulate_locally(recipe: str, batches: list[list[Batch]]) -> list[list[torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch
 
 import pserver
 from pserver.client.cluster import Cluster
+from pserver.testing.local_cluster import LocalCluster
 from pserver.types import ModelStatus
 from pserver.wire.tensors import to_bytes
 
@@ -259,6 +260,11 @@ def step_on(module: torch.nn.Module, optimizer: Any, batch: Batch, **step: Any) 
 def model_status(cluster: Cluster, name: str) -> ModelStatus:
     """What the coordinator says about one model."""
     return next(model for model in cluster.status().models if model.name == name)
+
+
+def contexts_held(cluster: LocalCluster, name: str) -> list[int]:
+    """How many contexts the shards of a model hold, by server."""
+    return [node.shards._shards[name]._shard.num_contexts for node in cluster.nodes]
 
 
 def in_parallel(*calls: Callable[[], T]) -> list[T]:

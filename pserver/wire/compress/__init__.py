@@ -1,6 +1,6 @@
 """Gradient compression: codecs, and the registry that makes them from a name and arguments."""
 
-from pserver.wire.compress.codec import BucketShape, Codec, GradBucket, TensorSegment
+from pserver.wire.compress.codec import BucketShape, Codec, GradBucket, Remembers, TensorSegment
 from pserver.wire.compress.error_feedback import ErrorFeedback
 from pserver.wire.compress.half import BFloat16, Float16
 from pserver.wire.compress.int8 import Int8
@@ -20,6 +20,7 @@ __all__ = [
     "Int8",
     "NoCompression",
     "PowerSGD",
+    "Remembers",
     "TensorSegment",
     "TopK",
     "codec_arguments",

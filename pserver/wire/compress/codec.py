@@ -105,7 +105,8 @@ class Codec(Protocol):
     def make_state(self) -> Any:
         """What one trainer remembers of one model from step to step; None if nothing.
 
-        It has `state_dict()`, which gives tensors by name, and `load_state_dict(state_dict)`, which takes them.
+        It has `state_dict()`, which gives tensors by name, and `load_state_dict(state_dict)`, which takes them. If it
+        is also `Remembers`, a bucket that was sent early and has changed since is encoded as if it had not been.
         """
         ...
 
@@ -141,6 +142,19 @@ class Codec(Protocol):
         Raises:
             InvalidRequest: `encode` gives no such data.
         """
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A codec's state of which one bucket's part can become again what it was."""
+
+    def of_bucket(self, bucket: int) -> Any:
+        """What it remembers of a bucket; `encode` does not change that."""
+        ...
+
+    def put_back(self, bucket: int, found: Any) -> None:
+        """Makes that what it remembers of the bucket."""
         ...
 
 

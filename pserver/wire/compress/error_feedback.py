@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from pserver.errors import InvalidRequest
-from pserver.wire.compress.codec import BucketShape, Codec, GradBucket, completed
-from pserver.wire.compress.saved import parse_key
+from pserver.wire.compress.codec import BucketShape, Codec, GradBucket, Remembers, completed
+from pserver.wire.compress.saved import parse_key, set_or_remove
 
 _INNER = "codec."
 
@@ -60,6 +60,19 @@ class ErrorFeedbackState:
             self.codec.load_state_dict(inner)
         self.residuals = residuals
         self.sent.clear()
+
+    def of_bucket(self, bucket: int) -> tuple[Any, ...]:
+        """See `Remembers`."""
+        inner = self.codec.of_bucket(bucket) if isinstance(self.codec, Remembers) else None
+        return inner, self.residuals.get(bucket), self.sent.get(bucket)
+
+    def put_back(self, bucket: int, found: tuple[Any, ...]) -> None:
+        """See `Remembers`."""
+        inner, residual, sent = found
+        if isinstance(self.codec, Remembers):
+            self.codec.put_back(bucket, inner)
+        set_or_remove(self.residuals, bucket, residual)
+        set_or_remove(self.sent, bucket, sent)
 
 
 @dataclass(frozen=True, slots=True)

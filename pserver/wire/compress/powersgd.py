@@ -13,7 +13,7 @@ from pserver.wire.compress.arguments import check_count, is_number
 from pserver.wire.compress.codec import BucketShape, GradBucket, check_encoded, completed
 from pserver.wire.compress.elements import bytes_of, elements_of
 from pserver.wire.compress.none import NoCompression
-from pserver.wire.compress.saved import parse_key
+from pserver.wire.compress.saved import parse_key, set_or_remove
 
 _NONE = NoCompression()
 
@@ -23,16 +23,20 @@ class PowerSGDState:
     """What one trainer remembers of one model.
 
     Attributes:
-        factors: by (bucket, tensor) the Q that the next step begins with, transposed: r x m, float32 or wider.
+        factors: by bucket and tensor the Q that the next step begins with, transposed: r x m, float32 or wider.
         iterations: by bucket, gradients encoded so far.
     """
 
-    factors: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    factors: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     iterations: dict[int, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Everything, as tensors by name; later steps do not change them."""
-        factors = {f"factor.{bucket}.{tensor}": value for (bucket, tensor), value in self.factors.items()}
+        factors = {
+            f"factor.{bucket}.{tensor}": value
+            for bucket, found in self.factors.items()
+            for tensor, value in found.items()
+        }
         iterations = {f"iteration.{bucket}": torch.tensor(count) for bucket, count in self.iterations.items()}
         return factors | iterations
 
@@ -42,17 +46,27 @@ class PowerSGDState:
         Raises:
             InvalidRequest: it gives no such name or tensor; nothing is changed.
         """
-        factors: dict[tuple[int, int], torch.Tensor] = {}
+        factors: dict[int, dict[int, torch.Tensor]] = {}
         iterations: dict[int, int] = {}
         for key, value in state_dict.items():
             match parse_key(key):
                 case "factor", (bucket, tensor) if value.dim() == 2:
-                    factors[bucket, tensor] = value.clone()
+                    factors.setdefault(bucket, {})[tensor] = value.clone()
                 case "iteration", (bucket,) if value.numel() == 1:
                     iterations[bucket] = int(value)
                 case _:
                     raise InvalidRequest(f"a state of PowerSGD holds no {key!r:.80} of shape {tuple(value.shape)}")
         self.factors, self.iterations = factors, iterations
+
+    def of_bucket(self, bucket: int) -> tuple[dict[int, torch.Tensor], int | None]:
+        """See `Remembers`."""
+        return dict(self.factors.get(bucket, {})), self.iterations.get(bucket)
+
+    def put_back(self, bucket: int, found: tuple[dict[int, torch.Tensor], int | None]) -> None:
+        """See `Remembers`."""
+        factors, iteration = found
+        set_or_remove(self.factors, bucket, dict(factors) or None)
+        set_or_remove(self.iterations, bucket, iteration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +198,8 @@ class PowerSGD:
         values = bucket.buffer[piece.start : piece.stop]
         matrix = _wide(values).view(piece.rows, piece.columns)
         fresh = self._random(piece, iteration, matrix)
-        key = (bucket.index, piece.tensor)
-        start = state.factors.get(key, fresh) if self.warm_start else fresh
+        known = state.factors.get(bucket.index, {})
+        start = known.get(piece.tensor, fresh) if self.warm_start else fresh
         if start.shape != fresh.shape:
             raise InvalidRequest(
                 f"bucket {bucket.index}: expected a state with {piece.rank} x {piece.columns} elements for tensor "
@@ -196,7 +210,8 @@ class PowerSGD:
         if self.warm_start:
             # From a row that is zero, or no number, no step would ever come away.
             sizes = right.abs().amax(dim=1, keepdim=True)
-            state.factors[key] = torch.where(sizes.isfinite() & (sizes > 0), right, fresh)
+            remembered = torch.where(sizes.isfinite() & (sizes > 0), right, fresh)
+            state.factors[bucket.index] = known | {piece.tensor: remembered}
         return torch.cat([left, right], dim=1).view(-1)
 
     def _random(self, piece: "_Piece", iteration: int, like: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 def test_a_parameter_that_was_written_to_is_refused_by_name_unless_it_has_the_values_it_had() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     replica = replica_of(tensors)
-    replica.written()
+    replica.written([0, 1])
     replica.check_unchanged(refuse)
     tensors[1].mul_(1.0)
     replica.check_unchanged(lambda index, tensor: index == 1 and torch.equal(tensor, torch.ones(3)))
@@ -90,10 +90,24 @@ def test_a_parameter_that_was_written_to_is_refused_by_name_unless_it_has_the_va
 def test_parameters_that_were_being_written_when_that_was_interrupted_are_not_held_against_anybody() -> None:
     tensors = [torch.ones(2)]
     replica = replica_of(tensors)
-    replica.written()
-    replica.writing()
+    replica.written([0])
+    replica.writing([0])
     tensors[0].zero_()
     replica.check_unchanged(refuse)
+
+
+def test_each_parameter_counts_as_unchanged_from_when_it_was_written() -> None:
+    """One that was given its values early, and then changed, is not forgiven when the others get theirs."""
+    tensors = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    replica = replica_of(tensors, [0, 0, BUFFERS])
+    replica.writing([0])
+    replica.written([0])
+    tensors[0].zero_()
+    replica.writing([1, 2])
+    replica.written([1, 2])
+    tensors[2].zero_()  # buffers are the trainer's to write
+    with pytest.raises(InvalidRequest, match="parameter 't0' was changed"):
+        replica.check_unchanged(refuse)
 
 
 def test_a_model_is_on_one_device_that_is_known() -> None:

@@ -61,13 +61,55 @@ def test_a_code_that_the_protocol_does_not_have_is_refused(staging):
 
 @pytest.mark.parametrize(
     ("offset", "num_bytes"),
-    [(8, 8), (0, 8), (20, 8), (-16, 8), (16, 0), (16, 49)],
-    ids=["overlap", "repeat", "gap", "negative", "empty", "beyond the end"],
+    [(8, 8), (20, 8), (-16, 8), (16, 0), (16, 49)],
+    ids=["overlap", "gap", "negative", "empty", "beyond the end"],
 )
 def test_chunks_that_do_not_continue_their_bucket_are_refused(staging, offset, num_bytes):
     staging.add_chunk(0, 0, FLOAT32, bytes(16))
     with pytest.raises(InvalidRequest, match=f"from byte 16 on, got {num_bytes} bytes from byte {offset} on"):
         staging.add_chunk(0, offset, FLOAT32, bytes(num_bytes))
+
+
+@pytest.mark.parametrize("received", [16, 64], ids=["part of it", "all of it"])
+def test_a_chunk_from_the_first_byte_on_begins_its_bucket_anew(staging, received):
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    staging.add_chunk(2, 0, FLOAT16, bytes(64))
+    staging.add_chunk(0, 0, FLOAT32, b"\1" * received)
+    staging.add_chunk(0, 0, FLOAT32, b"\2" * 24)
+    staging.add_chunk(0, 24, FLOAT32, b"\3" * 40)
+    staged = staging.complete()
+    assert to_bytes(staged[0]) == b"\2" * 24 + b"\3" * 40
+    assert not staged[1].any()
+
+
+@pytest.mark.parametrize("received", [16, 64], ids=["part of it", "all of it"])
+def test_a_bucket_that_began_anew_must_come_whole_once_more(staging, received):
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    staging.add_chunk(2, 0, FLOAT16, bytes(64))
+    staging.add_chunk(0, 0, FLOAT32, b"\1" * received)
+    staging.add_chunk(0, 0, FLOAT32, b"\2" * 8)
+    with pytest.raises(InvalidRequest, match="bucket 0 is incomplete: 8 of 64 bytes"):
+        staging.complete()
+    with pytest.raises(InvalidRequest, match="from byte 8 on, got 48 bytes from byte 16 on"):
+        staging.add_chunk(0, 16, FLOAT32, b"\2" * 48)
+
+
+@pytest.mark.parametrize(("num_bytes", "code"), [(0, FLOAT32), (65, FLOAT32), (64, FLOAT16)])
+def test_a_refused_beginning_leaves_what_came_before_it(staging, num_bytes, code):
+    for bucket in (0, 1):
+        staging.add_chunk(bucket, 0, FLOAT32, b"\1" * 64)
+    staging.add_chunk(2, 0, FLOAT16, bytes(64))
+    with pytest.raises(InvalidRequest):
+        staging.add_chunk(0, 0, code, b"\2" * num_bytes)
+    assert to_bytes(staging.complete()[0]) == b"\1" * 64
+
+
+def test_beginning_anew_takes_no_more_memory(staging):
+    staging.add_chunk(0, 0, FLOAT32, b"\1" * 64)
+    memory = staging._tensors[0].data_ptr()
+    for _ in range(3):
+        staging.add_chunk(0, 0, FLOAT32, b"\2" * 64)
+    assert staging._tensors[0].data_ptr() == memory
 
 
 def test_a_refused_chunk_leaves_what_came_before_it(staging, buckets):
@@ -140,6 +182,25 @@ def test_what_is_encoded_comes_in_the_codecs_sizes_and_is_decoded(codec):
         staged = staging.complete()
         assert torch.equal(staged[0], torch.zeros(1024))
         assert torch.equal(staged[1], torch.zeros(16))
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+@pytest.mark.parametrize("received", [100, None], ids=["part of it", "all of it"])
+def test_an_encoded_bucket_begins_anew_and_may_have_another_of_its_sizes(codec, received):
+    """A longer one of before leaves no bytes."""
+    for first in ENCODED[codec][1]:
+        for size in ENCODED[codec][1]:
+            staging = encoded(codec)
+            data = bytearray(size)
+            if codec == "topk":
+                data[:512] = to_bytes(torch.arange(128, dtype=torch.int32))
+            staging.add_chunk(1, 0, FLOAT32, bytes(64))
+            staging.add_chunk(0, 0, UINT8, b"\1" * (received or first))
+            staging.add_chunk(0, 0, UINT8, bytes(data[:300]))
+            with pytest.raises(InvalidRequest, match="bucket 0 is incomplete: 300 of"):
+                staging.complete()
+            staging.add_chunk(0, 300, UINT8, bytes(data[300:]))
+            assert torch.equal(staging.complete()[0], torch.zeros(1024))
 
 
 @pytest.mark.parametrize("codec", ENCODED)

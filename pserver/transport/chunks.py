@@ -21,7 +21,7 @@ class ChunkPacker:
         self._num_kept = 0  # chunks, the first ones, that are copies already
 
     def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
-        """Adds a whole bucket's bytes; yields the messages that are full now, which is more than half.
+        """Adds a whole bucket's bytes; yields the messages that are full now, or have a piece of more than half.
 
         Args:
             dtype: what the data holds; None: the bucket's own elements.
@@ -33,8 +33,8 @@ class ChunkPacker:
                 yield self.rest()
             self._chunks.append(RawChunk(bucket.index, start, code, piece))
             self._num_bytes += len(piece)
-            # More than half full is full: what waits for the next bucket may have to be copied.
-            if 2 * self._num_bytes > MESSAGE_BYTES:
+            # What waits for the next bucket may have to be copied: a large piece does not.
+            if 2 * len(piece) > MESSAGE_BYTES:
                 yield self.rest()
 
     def keep(self) -> None:

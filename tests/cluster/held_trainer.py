@@ -169,9 +169,9 @@ class HeldTrainer:
         """Makes the next step stop while it writes to the memory of this shard."""
         gather, stamp = shard.outgoing.gather, shard.stamp
 
-        def write_half(tensors):
+        def write_half(tensors, buckets):
             before, even = gradient(self._rank, 1), torch.arange(NUM_ELEMENTS) % 2 == 0
-            gather({index: torch.where(even, tensor, before) for index, tensor in tensors.items()})
+            gather({index: torch.where(even, tensor, before) for index, tensor in tensors.items()}, buckets)
             self._stop()
 
         def stamp_half(sequence):

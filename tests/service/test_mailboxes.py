@@ -148,7 +148,8 @@ def test_a_client_that_makes_its_next_gradient_ready_too_early_is_noticed(name: 
             weight.step(1.0)
         shared = weight.optimizer._model
         assert shared is not None
-        shared._shards.gather({0: torch.full((64,), 100.0)}, None)
+        shared._shards.prepare()
+        shared._shards.gather({0: torch.full((64,), 100.0)}, {0}, None)
         with pytest.raises(ModelFailed, match=f"trainer {early.trainer_id} wrote to the memory of its push before"):
             others.step(5.0)
 

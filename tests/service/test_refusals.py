@@ -214,12 +214,13 @@ def test_chunks_that_do_not_fit_are_refused_and_nothing_of_them_stays(
     assert model.trainer.cluster.num_contexts(model.name) == [0, 0]
 
 
-@pytest.mark.parametrize("method", ["Initialise", "Step", "StepOnce"])
-def test_a_bucket_sent_twice_in_one_call_is_refused(method: str, model: WireModel) -> None:
-    (first, *_) = ADDRESSED[method](model, model.address())
-    twice = type(first)(shard=first.shard, push_id=first.push_id, chunks=[model.chunk(0, 1.0), model.chunk(0, 1.0)])
-    with pytest.raises(InvalidRequest, match="bucket 0"):
-        model.call(method, twice)
+@pytest.mark.parametrize("method", ["Step", "StepOnce"])
+def test_a_bucket_sent_again_in_one_push_counts_as_it_was_sent_last(
+    method: str, trainer: WireTrainer, name: str
+) -> None:
+    model = trainer.model(name)
+    model.step(1, 50.0, 1.0, method=method)
+    assert model.values(0) == model.values(1) == everywhere(-1.0)
 
 
 def test_initial_values_that_do_not_fit_are_refused(trainer: WireTrainer, name: str) -> None:

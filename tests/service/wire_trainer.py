@@ -236,13 +236,14 @@ class WireModel:
             self._mailboxes[server] = SharedBuckets(map_segment(opened.mailbox, writable=True), offsets)
         return self._mailboxes[server]
 
-    def step(self, number: int, value: float) -> None:
-        """A whole step of a lone trainer."""
+    def step(self, number: int, *values: float, method: str = "Step") -> None:
+        """A whole step of a lone trainer; of several values the last one is to count."""
         commit = self.commit(number)
 
         def one(server: int) -> Any:
-            request = self.step_request(server, value, context_id=1000 + number, commit=commit)
-            return self.call("Step", request, server=server)
+            chunks = [self.chunk(server, value) for value in values]
+            request = self.step_request(server, 0.0, chunks=chunks, context_id=1000 + number, commit=commit)
+            return self.call(method, request, server=server)
 
         with ThreadPoolExecutor(len(self.placement)) as pool:
             for reply, *_ in pool.map(one, range(len(self.placement))):

@@ -105,11 +105,23 @@ def test_a_refused_beginning_leaves_what_came_before_it(staging, num_bytes, code
 
 
 def test_beginning_anew_takes_no_more_memory(staging):
-    staging.add_chunk(0, 0, FLOAT32, b"\1" * 64)
-    memory = staging._tensors[0].data_ptr()
     for _ in range(3):
+        staging.add_chunk(0, 0, FLOAT32, b"\1" * 16)
         staging.add_chunk(0, 0, FLOAT32, b"\2" * 64)
-    assert staging._tensors[0].data_ptr() == memory
+    assert sum(tensor.nbytes for tensor in staging._tensors.values()) == 64
+
+
+def test_a_bucket_that_comes_in_one_piece_stays_in_its_message(staging):
+    message = b"head" + b"\1" * 64
+    staging.add_chunk(0, 0, FLOAT32, memoryview(message)[4:])
+    assert staging._tensors[0].data_ptr() == torch.frombuffer(message, dtype=torch.uint8).data_ptr() + 4
+
+
+def test_a_large_message_is_not_kept_for_a_small_bucket(staging):
+    message = b"\1" * 64 + bytes(64)
+    staging.add_chunk(0, 0, FLOAT32, memoryview(message)[:64])
+    assert staging._tensors[0].data_ptr() != torch.frombuffer(message, dtype=torch.uint8).data_ptr()
+    assert to_bytes(staging._tensors[0]) == b"\1" * 64
 
 
 def test_a_refused_chunk_leaves_what_came_before_it(staging, buckets):

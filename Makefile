@@ -26,7 +26,7 @@ demo-codecs: venv  ## MNIST with each codec for gradients; picture and table in 
 	$(BIN)/python workers/compare_codecs.py --out runs/codecs
 
 test: venv  ## the default suite, a file at a time in each of two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: venv  ## the default suite and what is slow
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -261,6 +261,7 @@ class ShardHost:
         except Exception as error:
             await self._give_up(hosted, command, "take the initial values", error)
         hosted.wake()
+        return_freed_memory()  # what the initial values came in
 
     async def _apply(self, hosted: HostedShard, command: Apply) -> None:
         try:

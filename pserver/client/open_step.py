@@ -45,8 +45,6 @@ class OpenStep(Generic[Item, T]):
                 return await self._task
         except TimeoutError:
             raise DeadlineExceeded(f"{where}: Step did not answer within {timeout_s:g} s") from None
-        finally:
-            self._task.cancel()
 
     def cancel(self) -> None:
         """Breaks the call; nothing of it is left on the server."""

@@ -1,8 +1,22 @@
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.routes import ROUTES, Route
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """No test leaves torch with another number of threads: sums would have other bits in the tests that follow."""
+    threads, environment = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    yield
+    torch.set_num_threads(threads)
+    if environment is None:
+        os.environ.pop("OMP_NUM_THREADS", None)
+    else:
+        os.environ["OMP_NUM_THREADS"] = environment
 
 
 @pytest.fixture(params=ROUTES.values(), ids=ROUTES)

@@ -171,9 +171,7 @@ def story() -> Iterator[Story]:
             until(lambda: sum(server._calls.number for server in servers.servers) == 0, "no call is under way")
             with servers.connect(2, timeout_s=60.0) as newcomer:
                 ids = [*ids_before, newcomer.trainer_id]
-                outcomes = {
-                    name: outcome(servers, name, survivors[name], newcomer) for name in CASES
-                }
+                outcomes = {name: outcome(servers, name, survivors[name], newcomer) for name in CASES}
         yield Story(outcomes=outcomes, ids=ids, calls_under_way=[server._calls.number for server in servers.servers])
 
 
@@ -203,9 +201,7 @@ def mailboxes_of(node: ServerNode, name: str) -> int:
     return len(memory._mailboxes)
 
 
-def outcome(
-    servers: GrpcCluster, name: str, survivors: list[Survivor], newcomer: Cluster
-) -> Outcome:
+def outcome(servers: GrpcCluster, name: str, survivors: list[Survivor], newcomer: Cluster) -> Outcome:
     reader = Survivor(newcomer, name)
     reader.register()
     status = servers.model_status(name)

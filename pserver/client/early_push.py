@@ -4,13 +4,14 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from pserver.client.hooks import removed_with
 from pserver.client.ready_buckets import ReadyBuckets
 from pserver.wire.layout import Layout
 
@@ -60,7 +61,7 @@ class EarlyPush:
             parameter.register_post_accumulate_grad_hook(hook_of(index))  # type: ignore[no-untyped-call]
             for index, parameter in parameters.items()
         ]
-        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._remove_hooks = removed_with(self, hooks)
 
     def close(self) -> None:
         """No gradient is handed over any more."""
@@ -121,11 +122,6 @@ def is_compiled(module: torch.nn.Module | None) -> bool:
         isinstance(each, torch._dynamo.OptimizedModule) or each._compiled_call_impl is not None
         for each in module.modules()
     )
-
-
-def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 class _Moment:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pserver.client.hooks import removed_with
+
 #: Gives tensors, by index in the layout, their new values.
 Take = Callable[[Iterable[int]], None]
 _TABLES = ("_parameters", "_buffers")
@@ -42,7 +44,7 @@ class LatePull:
         hooks = [each.register_forward_pre_hook(before) for each in self._modules]
         hooks.append(module.register_forward_pre_hook(before, prepend=True))
         hooks.append(module.register_forward_hook(after))
-        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._remove_hooks = removed_with(self, hooks)
 
     def close(self) -> None:
         """Nobody waits any more."""
@@ -100,11 +102,6 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
-
-
-def _remove(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

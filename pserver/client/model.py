@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,7 +192,7 @@ class SharedModel:
         overflow: bool = False,
     ) -> StepResult:
         """`begin_step` and `complete`; returns what became of the step."""
-        with self.standing_still():
+        with self._counts.standing_still():
             self.begin_step(context_id, gradients, samples=samples, options=options, rules=rules, overflow=overflow)
             self.complete()
         assert self.last_result is not None
@@ -310,10 +310,6 @@ class SharedModel:
                         return
         if wanted:
             self.complete()
-
-    def standing_still(self) -> AbstractContextManager[None]:
-        """For a block in which the training thread does nothing but communicate."""
-        return self._counts.standing_still()
 
     def complete(self) -> None:
         """Waits for a step that was late, and gives all tensors their new values; raises as `step` does."""

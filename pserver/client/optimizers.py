@@ -156,7 +156,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if grad_scaler is None:
             if self._late is not None and not is_compiled(self._module):
-                self._begin(self._gradients(), samples)
+                model = self._shared()
+                model.begin_step(self._cluster.contexts.new_id(), self._gradients(), **self._committed(samples))
                 self._late.begin()
             else:
                 self._commit(self._gradients(), samples)
@@ -205,24 +206,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _begin(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> None:
-        model = self._shared()
-        model.begin_step(
-            self._cluster.contexts.new_id(),
-            gradients,
-            samples=samples,
-            options=[numeric_options(self._name, group) for group in self.param_groups],
-            rules=self._rules(),
-            overflow=overflow,
-        )
-
     def _commit(self, gradients: list[torch.Tensor | None] | None, samples: int, overflow: bool = False) -> StepResult:
         model = self._shared()
-        with model.standing_still():
-            self._begin(gradients, samples, overflow)
-            model.complete()
-        assert model.last_result is not None
-        return model.last_result
+        return model.step(self._cluster.contexts.new_id(), gradients, overflow=overflow, **self._committed(samples))
+
+    def _committed(self, samples: int) -> dict[str, Any]:
+        """What a commit says beside its gradients."""
+        options = [numeric_options(self._name, group) for group in self.param_groups]
+        return {"samples": samples, "options": options, "rules": self._rules()}
 
     def statistics(self) -> ModelStatistics:
         """What became of this trainer's steps: counts, and a histogram of staleness."""

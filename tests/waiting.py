@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pserver.client.cluster import Cluster
+from pserver.types import ClusterStatus
 
 #: A condition that a test polls for must hold by then, in seconds.
 POLL_S = 10.0
@@ -20,6 +21,20 @@ def until(condition: Callable[[], bool], what: str | Callable[[], str], *, limit
     while not condition():
         assert time.monotonic() < give_up, f"not in time: {what if isinstance(what, str) else what()}"
         time.sleep(0.005)
+
+
+def until_shards(status: Callable[[], ClusterStatus], name: str, *, round_number: int, version: int) -> None:
+    """Polls until the coordinator has heard that all shards of a model are at this round and version.
+
+    Nobody waits for that news, so it comes a little later than the outcome of a step.
+    """
+    expected = (round_number, version)
+
+    def found() -> set[tuple[int, int]]:
+        (model,) = [each for each in status().models if each.name == name]
+        return {(shard.round, shard.version) for shard in model.shards}
+
+    until(lambda: found() == {expected}, lambda: f"all shards at {expected}; they are at {found()}")
 
 
 def set_timeout(session: Cluster, timeout_s: float) -> None:

@@ -122,6 +122,11 @@ class Decision:
     grad_norm: float | None = None
     num_nonfinite: int = 0
 
+    @property
+    def steps(self) -> bool:
+        """Whether parameters are stepped."""
+        return bool(self.divisor) and not self.skip
+
 
 # Commands: coordinator -> server
 

@@ -77,7 +77,7 @@ class Model:
             self.rounds.move(names, self.servers, epoch)
         self._replaces = replaced is not None
         self.first_round = self.rounds.round
-        self.first_version: int = 0 if replaced is None else max(replaced.versions.values(), default=0)
+        self.first_version = self.rounds.version
         self.versions: dict[str, int] = dict.fromkeys(self.servers, self.first_version)
         self.shard_rounds = dict.fromkeys(self.servers, self.rounds.round)
         self.shard_bytes = {

@@ -88,6 +88,10 @@ class RoundBook:
         epoch: of their placement.
         world_size: trainers that must have attached before the first round, if the policy wants them gathered.
         buffers: one of `BUFFER_POLICIES`.
+
+    Attributes:
+        round: the last decided one.
+        version: the rounds among them that step; that of a shard that has applied them all.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class RoundBook:
         buffers: str,
     ) -> None:
         self.policy = policy
-        self.round = 0
+        self.round = self.version = 0
         self._model = model
         self._world_size = world_size
         self._buffers = buffers
@@ -359,6 +363,7 @@ class RoundBook:
 
     def _decide(self, decision: Decision) -> Apply:
         self._outstanding.append(decision)
+        self.version += decision.steps
         counted = [each.staleness for each in decision.contributions if each.weight]
         self._num_accepted += len(counted)
         self._num_skipped += bool(decision.skip)

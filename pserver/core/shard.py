@@ -351,7 +351,7 @@ class Shard:
         self._check_next(decision)
         prepared, self._prepared = self._prepared, None
         contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
-        if decision.divisor and not decision.skip:
+        if decision.steps:
             self._update.step_(decision, contexts, prepared.means if prepared else None)
             self.version += 1
         if decision.divisor:
@@ -370,7 +370,7 @@ class Shard:
 
     def _publish(self, decision: Decision) -> None:
         """What the round did not change is of this round as well."""
-        stepped = decision.divisor and not decision.skip
+        stepped = decision.steps
         for bucket in self.buckets:
             if not (stepped and bucket.group >= 0):
                 self._store.unchanged(bucket.index, decision.round)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 
-from pserver.core.messages import Report
+from pserver.core.messages import Applied, Report
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
 from pserver.server.shard_host import ShardHost
 from pserver.transport.channel import Connector
@@ -25,6 +25,8 @@ LINK_TIMEOUT_S = 30 * 86400.0
 JOIN_TIMEOUT_S = 60.0
 #: Heartbeats per lease.
 BEATS_PER_LEASE = 5
+#: Nobody waits for the news that a round was applied: it is told this much later, in seconds, if no later one was.
+APPLIED_DELAY_S = 0.05
 
 
 class CoordinatorLink:
@@ -46,6 +48,7 @@ class CoordinatorLink:
         self._coordinator = coordinator
         self._hello = pb.Hello(name=host.name, address=address, incarnation=incarnation, protocol=PROTOCOL_VERSION)
         self._outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
+        self._applied: dict[str, Applied] = {}
         self._welcomed = asyncio.Event()
         self._refused: PserverError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -84,7 +87,17 @@ class CoordinatorLink:
                 await self._task
 
     def _report(self, report: Report) -> None:
-        self._outgoing.put_nowait(report_to_proto(report))
+        if not isinstance(report, Applied):
+            self._outgoing.put_nowait(report_to_proto(report))
+            return
+        if not self._applied:
+            asyncio.get_running_loop().call_later(APPLIED_DELAY_S, self._report_applied)
+        self._applied[report.model] = report
+
+    def _report_applied(self) -> None:
+        applied, self._applied = self._applied, {}
+        for report in applied.values():
+            self._outgoing.put_nowait(report_to_proto(report))
 
     async def _run(self) -> None:
         backoff_s, since = FIRST_BACKOFF_S, Deadline(JOIN_TIMEOUT_S)

@@ -138,4 +138,4 @@ class MailboxPush:
                 f"the mailbox of trainer {self._push_id.trainer_id} should hold its push {self._push_id.sequence} in "
                 f"every bucket, but holds the pushes {sorted(set(self._mailbox.words()))[:8]}"
             )
-        return {each.index: self._mailbox.tensor_of(each) for each in self._mailbox.offsets.buckets}
+        return dict(self._mailbox.tensors)

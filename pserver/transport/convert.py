@@ -1,6 +1,7 @@
 """Core's values <-> messages of the protocol."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pserver.core import messages as core
@@ -25,6 +26,8 @@ from pserver.wire.values import pack_value, unpack_value
 
 #: Most parameter groups of an optimizer: each costs a try of the optimizer when a model is registered.
 MAX_GROUPS = 4096
+#: Options of up to so many bytes are remembered in case that the same come again.
+MAX_REMEMBERED_BYTES = 4096
 
 # Small parts
 
@@ -41,17 +44,35 @@ def push_id_from_proto(message: types_pb2.PushId) -> PushId:
     return PushId(message.trainer_id, message.sequence, message.lowest_unacknowledged)
 
 
+class _Options(tuple[GroupOptions, ...]):
+    """Options that came, and the bytes that they came in: most go on to somebody else."""
+
+    data: bytes
+
+
 def options_to_bytes(options: Sequence[GroupOptions]) -> bytes:
+    if isinstance(options, _Options):
+        return options.data
     return pack_value([dict(group) for group in options])
 
 
 def options_from_bytes(data: bytes) -> tuple[GroupOptions, ...]:
+    # Most steps have the options of the step before. A few steps' worth is kept, and nothing large.
+    return _remembered_options(data) if len(data) <= MAX_REMEMBERED_BYTES else _options(data)
+
+
+def _options(data: bytes) -> _Options:
     value = unpack_value(data) if data else []
     if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         raise InvalidRequest(f"optimizer options must be a list of maps, one per parameter group, got {value!r:.200}")
     if len(value) > MAX_GROUPS:
         raise InvalidRequest(f"an optimizer may have {MAX_GROUPS} parameter groups, but {len(value)} came")
-    return tuple(value)
+    options = _Options(value)
+    options.data = data
+    return options
+
+
+_remembered_options = lru_cache(maxsize=64)(_options)
 
 
 def _map_from_bytes(data: bytes) -> Mapping[str, object]:

@@ -12,7 +12,16 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from pserver.errors import ConfigError, DeadlineExceeded, InternalError, PserverError
-from pserver.transport.methods import ENDLESS, MAX_LARGE_REQUEST_BYTES, Handler, Method, Sendable, decode, encode
+from pserver.transport.methods import (
+    ENDLESS,
+    MAX_LARGE_REQUEST_BYTES,
+    Handler,
+    Method,
+    Sendable,
+    decode,
+    decoded,
+    encode,
+)
 from pserver.transport.status import ERROR_KEY, status_code, to_wire
 
 logger = logging.getLogger(__name__)
@@ -137,31 +146,32 @@ def _rpc_handler(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any
 
 
 def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
-    async def stream(argument: Any, context: Any) -> AsyncIterator[Sendable]:
+    def argument(received: Any) -> Any:
+        return decoded(method, received) if method.client_streaming else decode(method, received)
+
+    async def stream(received: Any, context: Any) -> AsyncIterator[Sendable]:
         try:
             with calls.counted(method):
-                async with aclosing(handler(_decoded(method, argument))) as replies:
+                async with aclosing(handler(argument(received))) as replies:
                     async for reply in replies:
                         yield reply
         except Exception as error:
-            await _read_to_end(method, argument, error)
-            await _abort(context, _own_error(method, error))
+            await _refuse(method, received, context, error)
 
-    async def unary(argument: Any, context: Any) -> Sendable | None:
-        found = None
-        async for reply in stream(argument, context):
-            found = reply
-        return found
+    async def single(received: Any, context: Any) -> Sendable | None:
+        try:
+            with calls.counted(method):
+                return await handler(argument(received))  # type: ignore[no-any-return]
+        except Exception as error:
+            await _refuse(method, received, context, error)
+        return None
 
-    return stream if method.server_streaming else unary
+    return stream if method.server_streaming else single
 
 
-async def _decoded(method: Method, argument: Any) -> AsyncIterator[Any]:
-    if not method.client_streaming:
-        yield decode(method, argument)
-        return
-    async for data in argument:
-        yield decode(method, data)
+async def _refuse(method: Method, received: Any, context: Any, error: Exception) -> None:
+    await _read_to_end(method, received, error)
+    await _abort(context, _own_error(method, error))
 
 
 def _own_error(method: Method, error: Exception) -> PserverError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
 from pserver.transport.deadline import Deadline
-from pserver.transport.methods import Handler, Method, Sendable, decode, encode
+from pserver.transport.methods import Handler, Method, Sendable, decoded, encode, first_of
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_wire, to_wire
 
@@ -63,7 +63,7 @@ class InProcessChannel:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         served = self._network.find(self._address)
-        replies = served.handlers[method.path][1](_copied(method, requests))
+        replies = _replies(*served.handlers[method.path], requests)
         deadline = Deadline(timeout_s)
         with self._calls.one() as closed, served.calls.one() as stopped:
             try:
@@ -94,8 +94,9 @@ class InProcessChannel:
         except Exception as error:
             raise InternalError(f"{method.path} failed with {type(error).__name__}: {error}") from error
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            if not coming.done():
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
         if any(each.done() for each in broken):
             raise ServerUnavailable(f"server at {self._address}: the connection was closed during a call")
         raise DeadlineExceeded(
@@ -134,6 +135,19 @@ async def _next_or_none(replies: AsyncGenerator[Sendable, None]) -> Sendable | N
     return await anext(replies, None)
 
 
-async def _copied(method: Method, requests: AsyncIterable[Sendable]) -> AsyncIterator[Any]:
+async def _replies(
+    method: Method, handler: Handler, requests: AsyncIterable[Sendable]
+) -> AsyncGenerator[Sendable, None]:
+    """What a handler makes of the requests, whatever the RPC's shape is."""
+    received = decoded(method, _encoded(requests))
+    argument = received if method.client_streaming else await first_of(received)
+    if method.server_streaming:
+        async for reply in handler(argument):
+            yield reply
+    else:
+        yield await handler(argument)
+
+
+async def _encoded(requests: AsyncIterable[Sendable]) -> AsyncIterator[bytes]:
     async for request in requests:
-        yield decode(method, encode(request))
+        yield encode(request)

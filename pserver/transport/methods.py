@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -68,8 +68,8 @@ MAX_PAUSE_S = 60.0
 
 #: A message to be sent; `bytes` is one that is encoded already (see `raw_chunks`).
 Sendable = Message | bytes
-#: A served RPC: requests in, replies out, whatever the RPC's own shape is.
-Handler = Callable[[AsyncIterator[Any]], AsyncGenerator[Sendable, None]]
+#: A served RPC: takes a request, or an iterator of them; gives an awaitable of a reply, or an iterator of them.
+Handler = Callable[[Any], Any]
 
 
 def encode(message: Sendable) -> bytes:
@@ -105,14 +105,19 @@ async def first_of(requests: AsyncIterator[T]) -> T:
         raise InvalidRequest("the stream ended before its first message") from None
 
 
-async def _without_long_pauses(requests: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The same requests. A client that has gone silent must not hold memory for ever."""
+async def decoded(method: Method, messages: AsyncIterable[bytes]) -> AsyncIterator[Any]:
+    """The requests of a stream. A client that has gone silent must not hold memory for ever.
+
+    Raises:
+        InvalidRequest: as `decode`. DeadlineExceeded: none came within `MAX_PAUSE_S`, unless the RPC is endless.
+    """
+    endless, coming = method.name in ENDLESS, aiter(messages)
     while True:
         try:
-            request = await _next(requests)
+            data = await (anext(coming) if endless else _next(coming))
         except StopAsyncIteration:
             return
-        yield request
+        yield decode(method, data)
 
 
 async def _next(requests: AsyncIterator[T]) -> T:
@@ -127,20 +132,4 @@ async def _next(requests: AsyncIterator[T]) -> T:
 
 def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method, Handler]]:
     """The handlers of a service object by path; each RPC is served by the method named like it in snake_case."""
-    return {
-        method.path: (method, _uniform(method, getattr(service, method.handler_name))) for method in methods.values()
-    }
-
-
-def _uniform(method: Method, function: Callable[[Any], Any]) -> Handler:
-    async def handler(requests: AsyncIterator[Any]) -> AsyncGenerator[Sendable, None]:
-        if method.client_streaming and method.name not in ENDLESS:
-            requests = _without_long_pauses(requests)
-        argument = requests if method.client_streaming else await first_of(requests)
-        if method.server_streaming:
-            async for reply in function(argument):
-                yield reply
-        else:
-            yield await function(argument)
-
-    return handler
+    return {method.path: (method, getattr(service, method.handler_name)) for method in methods.values()}

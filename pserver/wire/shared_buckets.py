@@ -11,7 +11,8 @@ Words are written whole, and in the order of the program: only processors that k
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -143,9 +144,16 @@ class SharedBuckets:
         """One bucket as a 1-D tensor of its wire dtype that shares the memory and keeps it mapped."""
         return tensor_over(self.bytes_of(bucket.index), bucket.dtype)
 
+    @cached_property
+    def tensors(self) -> Mapping[int, torch.Tensor]:
+        """Every bucket as `tensor_of` makes it, by index."""
+        return {each.index: self.tensor_of(each) for each in self.offsets.buckets}
+
 
 def tensor_over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor that shares memory and keeps it; never write to it if the memory cannot be written."""
+    if not memory.readonly:
+        return torch.frombuffer(memory, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=dtype)

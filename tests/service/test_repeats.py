@@ -28,7 +28,7 @@ from tests.numerics.training import (
 from tests.routes import MEMORY, ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import WireTrainer, everywhere, spec
-from tests.waiting import set_timeout, until
+from tests.waiting import set_timeout, until, until_shards
 
 STEPPING = ("Step", "StepOnce")
 MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", *STEPPING, "DropContext", "DropModel", "Leave")
@@ -155,10 +155,7 @@ def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
     model = cluster.model_status(name)
     assert model.state == "ready"
     assert model.round == ROUNDS
-    assert {(shard.server, shard.round, shard.version) for shard in model.shards} == {
-        ("s0", ROUNDS, ROUNDS),
-        ("s1", ROUNDS, ROUNDS),
-    }
+    until_shards(cluster.status, name, round_number=ROUNDS, version=ROUNDS)
     assert f"{name}-spare" not in {each.name for each in cluster.status().models}
     assert cluster.num_contexts(name) == [0, 0]
     assert cluster.num_contexts(f"{name}-spare") == [-1, -1]
@@ -208,7 +205,7 @@ def test_a_checkpoint_loaded_and_clipped_steps_survive_losses_with_the_same_bits
     assert plan.struck == 3
     assert_same_bits(disturbed, undisturbed)
     until(lambda: not cluster.status().trainers, "everybody has left")
-    assert {(shard.round, shard.version) for shard in cluster.model_status(name).shards} == {(4, 4)}
+    until_shards(cluster.status, name, round_number=4, version=4)
     assert cluster.num_contexts(name) == [0, 0]
 
 

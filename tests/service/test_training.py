@@ -21,7 +21,7 @@ from tests.numerics.training import (
     train_on_averages,
 )
 from tests.service.grpc_cluster import GrpcCluster
-from tests.waiting import until
+from tests.waiting import until, until_shards
 
 SERVICES = ["pserver.v1.Coordinator", "pserver.v1.Shards"]
 
@@ -49,8 +49,7 @@ def test_three_trainers_on_two_servers_average_in_order_of_rank(cluster: GrpcClu
     for found in cluster.train(3, program):
         assert_same_bits(found, expected)
     until(lambda: not cluster.status().trainers, "everybody has left")
-    model = cluster.model_status(name)
-    assert {(shard.server, shard.round, shard.version) for shard in model.shards} == {("s0", 3, 3), ("s1", 3, 3)}
+    until_shards(cluster.status, name, round_number=3, version=3)
 
 
 def test_the_health_service_says_serving(cluster: GrpcCluster) -> None:

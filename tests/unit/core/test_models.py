@@ -186,7 +186,6 @@ def ready(*trainers, number=2, **spec):
             committed = Committed(model="m", epoch=1, trainer_id=trainer, commit=commit(1))
             model.rounds.committed(server, committed, 0.0)
     model.rounds.advance(0.0)
-    model.versions = dict.fromkeys(model.servers, 1)
     return model
 
 

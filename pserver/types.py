@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 #: Version of the protocol; client and server refuse another one.
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 #: Numeric options of one optimizer parameter group, for example {"lr": 0.1, "betas": (0.9, 0.999)}.
 GroupOptions = Mapping[str, object]

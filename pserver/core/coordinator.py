@@ -258,8 +258,8 @@ class Coordinator:
                     self._tell(each, self._ready_command(model))
         elif isinstance(report, Committed):
             model.stepped(report.trainer_id, report.commit.step)
-            model.rounds.committed(server, report, now_s)
-            self._advance(model, now_s)
+            if model.rounds.committed(server, report, now_s):
+                self._advance(model, now_s)
         elif isinstance(report, Prepared):
             model.rounds.prepared(server, report)
             self._advance(model, now_s)

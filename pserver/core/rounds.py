@@ -162,24 +162,29 @@ class RoundBook:
 
     # What shards report
 
-    def committed(self, server: str, report: Committed, now_s: float) -> None:
-        """Notes that one shard has everything of a trainer's step. Repeats and reports of the past change nothing."""
+    def committed(self, server: str, report: Committed, now_s: float) -> bool:
+        """Notes that one shard has everything of a trainer's step; whether every shard has now.
+
+        Repeats and reports of the past change nothing.
+        """
         trainer = self._expected.get(report.trainer_id)
         if trainer is None or server not in self._applied:
-            return
+            return False
         step = report.commit.step
         trainer.seen_step = max(trainer.seen_step, step)
         if step <= trainer.settled_step:
-            return
+            return False
         waiting = trainer.commits.setdefault(step, _Waiting(commit=report.commit))
         waiting.servers.add(server)
-        if waiting.offer is None and waiting.servers >= self._applied.keys():
-            self._num_arrived += 1
-            # A round of the future is what no trainer can have seen.
-            base_round = max(0, min(report.commit.base_round, self.round))
-            waiting.offer = Offer(base_round=base_round, arrival=self._num_arrived)
-            waiting.since_s = now_s
-            trainer.latest = waiting.commit
+        if waiting.offer is not None or not waiting.servers >= self._applied.keys():
+            return False
+        self._num_arrived += 1
+        # A round of the future is what no trainer can have seen.
+        base_round = max(0, min(report.commit.base_round, self.round))
+        waiting.offer = Offer(base_round=base_round, arrival=self._num_arrived)
+        waiting.since_s = now_s
+        trainer.latest = waiting.commit
+        return True
 
     def prepared(self, server: str, report: Prepared) -> None:
         """Notes what a shard found in the gradient of the round that is being prepared."""

@@ -33,7 +33,7 @@ from pserver.core.sync import make_policy
 from pserver.core.update import Update
 from pserver.core.value_store import Publication, ValueStore
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
-from pserver.types import PushId, StepResult
+from pserver.types import GroupOptions, PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
 
 
@@ -112,6 +112,7 @@ class Shard:
             keeps_gradients=not optimizer_entry(self.spec.optimizer).from_torch,
         )
         self._contexts = ContextTable()
+        self._good_options: tuple[GroupOptions, ...] | None = None
         self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
         self._last_step: dict[int, int] = {}
@@ -306,8 +307,11 @@ class Shard:
                 f"model {self.spec.name!r} has {len(self.spec.optimizer_groups)} parameter groups; options came for "
                 f"{len(commit.options)}"
             )
+        if commit.options is self._good_options:  # those of the step before come as the same object
+            return
         for options, group in zip(commit.options, self.spec.optimizer_groups, strict=True):
             check_options(self.spec.optimizer, options, group)
+        self._good_options = commit.options
 
     def _report(self, context: GradientContext) -> Committed:
         assert context.commit is not None

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from pserver.errors import ServerUnavailable
-from pserver.transport.methods import Method, Sendable, encode
+from pserver.transport.carrier import Carrier
+from pserver.transport.methods import CARRY, Method, Sendable, encode
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_rpc_error
 
@@ -39,6 +40,7 @@ class GrpcChannel:
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
         self._stubs: dict[str, Any] = {}
+        self._carrier = Carrier(address, lambda requests: self._stub(CARRY)(requests))
 
     @property
     def address(self) -> str:
@@ -49,9 +51,10 @@ class GrpcChannel:
     ) -> AsyncGenerator[Any, None]:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
-        stub = self._stubs.get(method.path)
-        if stub is None:
-            stub = self._stubs[method.path] = self._make_stub(method)
+        if method.carried:
+            yield await self._carrier.call(method, await anext(aiter(requests)), timeout_s=timeout_s)
+            return
+        stub = self._stub(method)
         source = _Requests(requests)
         argument: Any = aiter(source) if method.client_streaming else await anext(aiter(requests))
         call = stub(argument, timeout=timeout_s)
@@ -74,8 +77,15 @@ class GrpcChannel:
 
     async def close(self) -> None:
         self._closed = True
+        await self._carrier.close()
         if self._channel is not None:
             await self._channel.close()
+
+    def _stub(self, method: Method) -> Any:
+        stub = self._stubs.get(method.path)
+        if stub is None:
+            stub = self._stubs[method.path] = self._make_stub(method)
+        return stub
 
     def _make_stub(self, method: Method) -> Any:
         if self._channel is None:

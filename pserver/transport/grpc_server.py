@@ -11,8 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from pserver.errors import ConfigError, DeadlineExceeded, InternalError, PserverError
+from pserver.errors import ConfigError, DeadlineExceeded, PserverError
+from pserver.transport.carried import CarriedCalls, own_error
 from pserver.transport.methods import (
+    CARRY,
     ENDLESS,
     MAX_LARGE_REQUEST_BYTES,
     Handler,
@@ -83,6 +85,8 @@ class GrpcServer:
                 m.name: _rpc_handler(m, h, self._calls) for m, h in self._handlers.values() if m.service == service
             }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, chosen),))
+        carry = {CARRY.name: _rpc_handler(CARRY, self._carry, self._calls)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CARRY.service, carry),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
@@ -91,6 +95,9 @@ class GrpcServer:
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return f"{self._host}:{port}"
+
+    def _carry(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        return CarriedCalls(self._handlers, self._calls.counted).serve(requests)
 
     async def drain(self, grace_s: float) -> None:
         """Says NOT_SERVING, and returns at the first moment without a call under way, or after `grace_s`.
@@ -171,14 +178,7 @@ def _served(method: Method, handler: Handler, calls: _CallsUnderWay) -> Any:
 
 async def _refuse(method: Method, received: Any, context: Any, error: Exception) -> None:
     await _read_to_end(method, received, error)
-    await _abort(context, _own_error(method, error))
-
-
-def _own_error(method: Method, error: Exception) -> PserverError:
-    if isinstance(error, PserverError):
-        return error
-    logger.error("%s failed", method.path, exc_info=error)
-    return InternalError(f"{method.path} failed with {type(error).__name__}: {error}")
+    await _abort(context, own_error(method.path, error))
 
 
 async def _read_to_end(method: Method, requests: Any, error: Exception) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from pserver.errors import DeadlineExceeded, InvalidRequest
-from pserver.transport.gen import coordinator_pb2, shards_pb2
+from pserver.transport.gen import calls_pb2, coordinator_pb2, shards_pb2
 from pserver.transport.raw_chunks import decode as decode_message
 
 
@@ -29,6 +29,16 @@ class Method:
     @property
     def path(self) -> str:
         return f"/{self.service}/{self.name}"
+
+    @property
+    def carried(self) -> bool:
+        """Whether clients make it over a stream that carries many calls (see calls.proto)."""
+        return self.unary and self.name not in _LARGE
+
+    @property
+    def unary(self) -> bool:
+        """Whether it has one request and one reply."""
+        return not self.client_streaming and not self.server_streaming
 
     @property
     def handler_name(self) -> str:
@@ -53,11 +63,13 @@ def _method(service: ServiceDescriptor, method: MethodDescriptor) -> Method:
 
 COORDINATOR: dict[str, Method] = _methods(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"])
 SHARDS: dict[str, Method] = _methods(shards_pb2.DESCRIPTOR.services_by_name["Shards"])
+#: What carries other calls.
+CARRY: Method = _methods(calls_pb2.DESCRIPTOR.services_by_name["Calls"])["Carry"]
 
 T = TypeVar("T")
 
 #: RPCs that last as long as the server.
-ENDLESS = frozenset({"Link"})
+ENDLESS = frozenset({"Link", "Carry"})
 #: Largest request, in bytes. Bulk data comes in messages of about 1 MiB.
 MAX_REQUEST_BYTES = 16 << 20
 #: Largest request of the RPCs that describe a whole model, or report on one.

@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from random import Random
 from typing import Any
 
 import grpc
@@ -20,9 +21,9 @@ from pserver.errors import (
 )
 from pserver.transport.channel import Channel, one, unary
 from pserver.transport.faults import Fault, FaultKind, FaultPlan, with_faults
-from pserver.transport.gen import coordinator_pb2
+from pserver.transport.gen import calls_pb2, coordinator_pb2
 from pserver.transport.loop import LoopThread
-from pserver.transport.methods import COORDINATOR, Method
+from pserver.transport.methods import CARRY, COORDINATOR, Method
 from pserver.transport.status import ERROR_KEY, MAX_ENCODED_BYTES
 from tests.contract.transports import (
     BIDI,
@@ -38,6 +39,7 @@ from tests.contract.transports import (
     request_of,
     until,
 )
+from tests.hostile.mutations import spoiled
 
 TIMEOUT_S = 5.0
 
@@ -621,3 +623,29 @@ def test_an_rpc_that_the_server_does_not_know_is_a_protocol_mismatch(grpc_only: 
     error = grpc_only.run(scenario())
     assert type(error) is ProtocolMismatch
     assert grpc_only.address in str(error)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spoiled_carried_calls_leave_a_live_server_and_nothing_running(seed: int, grpc_only: Transport) -> None:
+    random = Random(seed)
+
+    def request(call_id: int) -> calls_pb2.CarriedRequest:
+        payload = request_of(UNARY, call_id).SerializeToString()
+        return calls_pb2.CarriedRequest(id=call_id, path=UNARY.path, request=payload)
+
+    async def attack(channel: grpc.aio.Channel) -> None:
+        payloads = spoiled([request(number) for number in range(4)], random)
+        stream = channel.stream_stream(CARRY.path)(several(*payloads), timeout=TIMEOUT_S)
+        with suppress(grpc.aio.AioRpcError):
+            _ = [calls_pb2.CarriedReply.FromString(reply) async for reply in stream]
+
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(grpc_only.address) as channel:
+            for _ in range(20):
+                await attack(channel)
+        good = grpc_only.connect(grpc_only.address)
+        assert len(await call(good, UNARY)) == 1
+        await good.close()
+        await until(lambda: grpc_only.service.running == 0, "every call has ended")
+
+    grpc_only.run(scenario())

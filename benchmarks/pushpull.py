@@ -68,13 +68,13 @@ _SETUPS = {
     "shm-1": Setup(num_tensors=1, transport="shm", peer=_RPC),
     "shm-50": Setup(num_tensors=50, transport="shm", peer=_RPC),
     "shm-10000": Setup(num_tensors=10_000, transport="shm", peer=_RPC_OF_MANY),
-    "tcp-1": Setup(num_tensors=1, transport="grpc", peer=_RPC_TCP),
-    "tcp-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP),
-    "tcp-50-bf16": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, options=_BF16),
-    "link10g-50": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, network=_LINK),
-    "link10g-50-bf16": Setup(num_tensors=50, transport="grpc", peer=_RPC_TCP, network=_LINK, options=_BF16),
+    "tcp-1": Setup(num_tensors=1, transport="tcp", peer=_RPC_TCP),
+    "tcp-50": Setup(num_tensors=50, transport="tcp", peer=_RPC_TCP),
+    "tcp-50-bf16": Setup(num_tensors=50, transport="tcp", peer=_RPC_TCP, options=_BF16),
+    "link10g-50": Setup(num_tensors=50, transport="tcp", peer=_RPC_TCP, network=_LINK),
+    "link10g-50-bf16": Setup(num_tensors=50, transport="tcp", peer=_RPC_TCP, network=_LINK, options=_BF16),
     "floor-copy": Setup(num_tensors=50, transport="shm", peer=_copies),
-    "floor-socket": Setup(num_tensors=50, transport="grpc", peer=_sockets),
+    "floor-socket": Setup(num_tensors=50, transport="tcp", peer=_sockets),
 }
 
 

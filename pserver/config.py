@@ -9,8 +9,9 @@ from pserver.errors import ConfigError
 
 T = TypeVar("T", int, float, str)
 
-#: How tensors travel: through shared memory where there is some, else in messages; only the one; only the other.
-TRANSPORTS = ("auto", "shm", "grpc")
+#: How tensors travel: through shared memory where there is some, else in messages; only through memory; only in
+#: messages; only in messages, and those over gRPC's connection alone.
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 def _resolve(
@@ -116,11 +117,13 @@ class ServerSettings:
 
     `join` is the coordinator's address; None: this server hosts the coordinator. `min_servers` is how many servers the
     coordinator waits for before it places a model. `shared_memory`: whether trainers on this machine may use it.
+    `stream_port`: where tensors may come beside gRPC.
     """
 
     name: str
     host: str = "127.0.0.1"
     port: int = 0
+    stream_port: int = 0
     join: str | None = None
     min_servers: int = 1
     trainer_lease_s: float = 10.0
@@ -131,8 +134,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a server needs a name, for example --name s0")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be in 0..65535 (0: any free one), but is {self.port}")
+        for field_name in ("port", "stream_port"):
+            if not 0 <= getattr(self, field_name) < 65536:
+                raise ConfigError(
+                    f"{field_name} must be in 0..65535 (0: any free one), but is {getattr(self, field_name)}"
+                )
         if self.join is not None:
             parse_address(self.join)
         if self.min_servers < 1:

@@ -45,6 +45,12 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = _DEFAULT.port,
+    stream_port: Annotated[
+        int,
+        typer.Option(
+            help="Second port, for tensors beside gRPC; 0: any free one. Where it cannot be reached, gRPC has them."
+        ),
+    ] = _DEFAULT.stream_port,
     coordinator: Annotated[bool, typer.Option("--coordinator", help="Host the coordinator of a new cluster.")] = False,
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join the cluster of this coordinator.")] = None,
     min_servers: Annotated[
@@ -89,6 +95,7 @@ def serve(
         name=name,
         host=host,
         port=port,
+        stream_port=stream_port,
         join=join,
         min_servers=_DEFAULT.min_servers if min_servers is None else min_servers,
         trainer_lease_s=trainer_lease_s,

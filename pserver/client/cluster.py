@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -374,15 +375,23 @@ def connect(
         rank: this trainer's rank, below `world_size`; by default the coordinator chooses.
         world_size: number of trainers that the first round waits for; default 1.
         timeout_s: deadline of every operation, in seconds; default 60.
-        transport: how tensors travel to servers on this machine: "shm" through shared memory, "grpc" in messages;
-            "auto", the default, uses memory where it can and says in the log where it cannot.
+        transport: how tensors travel: "shm" through shared memory, which wants servers on this machine; "tcp" in
+            messages on connections beside gRPC's, or on gRPC's own where the server's other port cannot be reached;
+            "grpc" on gRPC's alone. "auto", the default, uses memory where it can and says in the log where it cannot,
+            else does as "tcp".
 
     Raises:
         ConfigError: no address, or a value that cannot be used.
     """
-    return Cluster(
-        TrainerSettings.resolve(address, rank=rank, world_size=world_size, timeout_s=timeout_s, transport=transport)
+    settings = TrainerSettings.resolve(
+        address, rank=rank, world_size=world_size, timeout_s=timeout_s, transport=transport
     )
+    return Cluster(settings, connect_channel=channels_for(settings.transport))
+
+
+def channels_for(transport: str) -> Connector:
+    """Opens channels that keep to this one of `TRANSPORTS`."""
+    return partial(GrpcChannel, sockets=transport != "grpc")
 
 
 def current_cluster() -> Cluster:

@@ -29,7 +29,7 @@ from pserver.transport.convert import (
 )
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.methods import SHARDS, Sendable
-from pserver.transport.raw_chunks import RawChunk, encode
+from pserver.transport.raw_chunks import RawChunk, encode, pieces
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
@@ -41,6 +41,8 @@ from pserver.wire.tensors import memory_of
 TRANSPORT_SLACK_S = 1.0
 #: A push of up to so many bytes goes, and its parameters come, in one message: a stream costs more than two of them.
 SMALL_BYTES = 64 << 10
+#: Initial values are gathered in batches of so many bytes: what the network's thread does in a few milliseconds.
+BATCH_BYTES = 16 << 20
 #: A push may begin so long before it is complete, in seconds; if not, it is sent again.
 LONGEST_BACKWARD_S = 3600.0
 
@@ -136,6 +138,11 @@ class ShardClient:
         """Memory of this process that messages are written into; made when it is first needed."""
         return Region(self._layout, BucketOffsets(self._buckets), self._device)
 
+    @property
+    def streams(self) -> bool:
+        """Whether pushes go in several messages."""
+        return self.writable is None and self._exchanged_bytes > SMALL_BYTES
+
     def forget_incoming(self) -> None:
         """Frees `incoming`, which is needed seldom where values are read from shared memory."""
         self.__dict__.pop("incoming", None)
@@ -195,16 +202,23 @@ class ShardClient:
     # Calls
 
     async def initialise(
-        self, push_id: PushId, values: Region, state: Sequence[tuple[int, StatePiece]], timeout_s: float
+        self,
+        push_id: PushId,
+        tensors: Mapping[int, torch.Tensor],
+        state: Sequence[tuple[int, StatePiece]],
+        timeout_s: float,
     ) -> None:
         """Sends every value of the shard, and what there is of its optimizer state."""
 
         async def requests() -> AsyncIterator[Sendable]:
             yield pb.InitialiseRequest(shard=self._address, push_id=push_id_to_proto(push_id))
-            for pieces in state_messages((bucket, piece) for bucket, piece in state if bucket in self._owned):
-                yield pb.InitialiseRequest(state=pieces)
-            for chunks in self._pack(self._buckets, values):
-                yield encode(pb.InitialiseRequest(), chunks)
+            for state_chunks in state_messages((bucket, piece) for bucket, piece in state if bucket in self._owned):
+                yield pb.InitialiseRequest(state=state_chunks)
+            for some in _batches(self._buckets):  # never a second copy of the whole model
+                values = Region(self._layout, BucketOffsets(some), self._device)
+                values.gather(tensors)
+                for chunks in self._pack(some, values):
+                    yield pieces(pb.InitialiseRequest(), chunks)
 
         async for _ in self._channel.call(SHARDS["Initialise"], requests(), timeout_s=timeout_s):
             pass
@@ -306,10 +320,10 @@ class ShardClient:
             packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
             head, held = self._step_request(push.push_id, push.context_id), next(packer, [])
             for chunks in packer:
-                yield encode(head, held)
+                yield pieces(head, held)
                 head, held = pb.StepRequest(), chunks
             _complete(head, push, timeout_s)
-            yield encode(head, held)
+            yield pieces(head, held)
 
         found = await self._step(requests(), timeout_s + TRANSPORT_SLACK_S, lambda: arrivals)
         if push.commit is not None and found is None:
@@ -335,7 +349,7 @@ class ShardClient:
     def begin(self, push_id: PushId, context_id: int) -> None:
         """Begins a push. On shards that take pushes from memory, or in one message, it only seems so."""
         self.abandon()
-        if self.writable is None and self._exchanged_bytes > SMALL_BYTES:
+        if self.streams:
             self._open = _OpenPush(push_id, OpenStep(partial(self._step_as_it_comes, push_id, context_id)))
 
     def send(self, buckets: Collection[int]) -> None:
@@ -365,7 +379,7 @@ class ShardClient:
                     return
                 with self._communicating.running():
                     for chunks in self._pack(item, self.outgoing):
-                        yield encode(head, chunks)
+                        yield pieces(head, chunks)
                         head = pb.StepRequest()
 
         return await self._step(requests(), LONGEST_BACKWARD_S, lambda: arrivals)
@@ -402,6 +416,16 @@ class ShardClient:
             yield from packer.add(bucket, data, None if encoded is None else torch.uint8)
         if rest := packer.rest():
             yield rest
+
+
+def _batches(buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+    """Runs of buckets of about `BATCH_BYTES`."""
+    start = num_bytes = 0
+    for number, bucket in enumerate(buckets):
+        num_bytes += bucket.num_bytes
+        if num_bytes >= BATCH_BYTES or number + 1 == len(buckets):
+            yield buckets[start : number + 1]
+            start, num_bytes = number + 1, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from pserver.client.arrivals import Arrivals
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
 from pserver.client.mapped_shard import NO_PUSH
-from pserver.client.region import Region
 from pserver.client.shard_client import Push, ShardClient
 from pserver.client.step_counts import StepCounts
 from pserver.core.coding import Coding
@@ -23,7 +22,6 @@ from pserver.transport.deadline import Deadline
 from pserver.transport.loop import Running
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Layout
-from pserver.wire.shared_buckets import BucketOffsets
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +94,10 @@ class Shards:
     def initialise(
         self, push_id: PushId, tensors: Mapping[int, torch.Tensor], state: Sequence[tuple[int, StatePiece]]
     ) -> None:
-        """Sends every value, and what there is of the optimizer state."""
-        values = Region(self._layout, BucketOffsets(self._layout.buckets), self._device)
-        values.gather(tensors)
+        """Sends every value, and what there is of the optimizer state. Nobody may write to the tensors meanwhile."""
 
         def call(shard: ShardClient, remaining_s: float) -> Any:
-            return shard.initialise(push_id, values, state, remaining_s)
+            return shard.initialise(push_id, tensors, state, remaining_s)
 
         self._cluster.run(self._everywhere(call, "initialising"))
 
@@ -111,7 +107,7 @@ class Shards:
         Raises:
             SharedMemoryUnavailable: the settings want it, and it is not to be had.
         """
-        if self._cluster.settings.transport != "grpc":
+        if self._cluster.settings.transport in ("auto", "shm"):
             self._cluster.run(self._everywhere(self._share_memory_of, "sharing memory"))
 
     async def _share_memory_of(self, shard: ShardClient, remaining_s: float) -> None:
@@ -124,6 +120,11 @@ class Shards:
             logger.info("model %s: %s is reached by messages, not shared memory: %s", self._model, shard.where, error)
 
     # What is sent
+
+    @property
+    def streams(self) -> bool:
+        """Whether every push goes in several messages."""
+        return all(shard.streams for shard in self._clients)
 
     def prepare(self) -> None:
         """Pushes are about to be gathered: whatever lies where they are sent from is none from now on."""

@@ -116,4 +116,4 @@ class Staging:
 def _is_most_of_its_message(data: bytes | memoryview) -> bool:
     """Whether keeping the message costs no more than copying these bytes out of it."""
     message = data.obj if isinstance(data, memoryview) else data
-    return isinstance(message, bytes) and len(message) < 2 * len(data)
+    return memoryview(message).nbytes < 2 * len(data)

@@ -45,7 +45,7 @@ async def _run(settings: ServerSettings, on_ready: Callable[[str], None]) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, tell, number)
     node = ServerNode(settings)
-    server = GrpcServer(node.handlers, host=settings.host, port=settings.port)
+    server = GrpcServer(node.handlers, host=settings.host, port=settings.port, stream_port=settings.stream_port)
     try:
         address = await server.start()
         starting = asyncio.create_task(node.start(address, GrpcChannel))

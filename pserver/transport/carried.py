@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 
 from pserver.errors import InternalError, InvalidRequest, PserverError
@@ -15,6 +16,14 @@ logger = logging.getLogger(__name__)
 
 #: Most calls under way on one stream; further ones wait in the client.
 MAX_CALLS = 256
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A reply, and whether gRPC has taken it: the call is under way until then."""
+
+    message: pb.CarriedReply
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class CarriedCalls:
@@ -32,12 +41,13 @@ class CarriedCalls:
     ) -> None:
         self._handlers = handlers
         self._counted = counted
-        self._replies: asyncio.Queue[pb.CarriedReply | None] = asyncio.Queue()
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._replies: asyncio.Queue[_Reply | None] = asyncio.Queue()
+        self._under_way: dict[int, asyncio.Task[None]] = {}  # until they have a reply
+        self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(MAX_CALLS)
 
     async def serve(self, requests: AsyncIterator[pb.CarriedRequest]) -> AsyncGenerator[bytes, None]:
-        """Replies, until the client ends the stream.
+        """Replies, until the client ends the stream, or `end`.
 
         Raises:
             InvalidRequest: a request has the id of another one that is under way.
@@ -45,12 +55,18 @@ class CarriedCalls:
         reader = asyncio.create_task(self._read(requests))
         try:
             while (reply := await self._replies.get()) is not None:
-                yield reply.SerializeToString()
-            reader.result()  # raises what was wrong with a request
+                yield reply.message.SerializeToString()
+                reply.sent.set()
+            if reader.done():
+                reader.result()  # raises what was wrong with a request
         finally:
             reader.cancel()
-            for task in self._under_way.values():
+            for task in self._tasks:
                 task.cancel()
+
+    def end(self) -> None:
+        """Ends the stream after the replies that are ready; what is still under way is cancelled."""
+        self._replies.put_nowait(None)
 
     async def _read(self, requests: AsyncIterator[pb.CarriedRequest]) -> None:
         try:
@@ -63,25 +79,34 @@ class CarriedCalls:
                     raise InvalidRequest(f"{CARRY.path}: call {request.id} is under way already; expected another id")
                 await self._room.acquire()
                 task = self._under_way[request.id] = asyncio.create_task(self._answer(request))
+                self._tasks.add(task)
                 task.add_done_callback(partial(self._ended, request.id))
         finally:
             self._replies.put_nowait(None)
 
     async def _answer(self, request: pb.CarriedRequest) -> None:
-        reply = pb.CarriedReply(id=request.id)
-        try:
-            method, handler = self._handlers.get(request.path, (None, None))
-            if method is None or handler is None or not method.unary:
-                reply.unknown_path = True
-            else:
-                with self._counted(method):
-                    reply.reply = encode(await handler(decode(method, request.request)))
-        except Exception as error:
-            reply.error.name, reply.error.message = to_wire(own_error(request.path, error))
-        self._replies.put_nowait(reply)
+        method, handler = self._handlers.get(request.path, (None, None))
+        if method is None or handler is None or not method.unary:
+            await self._reply(pb.CarriedReply(id=request.id, unknown_path=True))
+            return
+        with self._counted(method):
+            reply = pb.CarriedReply(id=request.id)
+            try:
+                reply.reply = encode(await handler(decode(method, request.request)))
+            except Exception as error:
+                reply.error.name, reply.error.message = to_wire(own_error(request.path, error))
+            await self._reply(reply)
 
-    def _ended(self, call_id: int, _task: asyncio.Task[None]) -> None:
-        del self._under_way[call_id]
+    async def _reply(self, message: pb.CarriedReply) -> None:
+        reply = _Reply(message)
+        self._under_way.pop(message.id, None)
+        self._replies.put_nowait(reply)
+        await reply.sent.wait()
+
+    def _ended(self, call_id: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._under_way.get(call_id) is task:  # it was cancelled, and has no reply
+            del self._under_way[call_id]
         self._room.release()
 
 

@@ -22,6 +22,8 @@ class Channel(Protocol):
     def call(self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Calls an RPC of any shape; replies come as they arrive: messages of its type, or `Received` ones with chunks.
 
+        A reply's chunks are good until the next reply is asked for; requests in pieces, until the call has ended.
+
         Raises (while iterating):
             PserverError: what the server raised, `ServerUnavailable` if it could not be reached or the connection
                 broke, or `DeadlineExceeded` after `timeout_s`.

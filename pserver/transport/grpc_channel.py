@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,10 @@ import grpc
 
 from pserver.errors import ServerUnavailable
 from pserver.transport.carrier import Carrier
-from pserver.transport.methods import CARRY, Method, Sendable, encode
+from pserver.transport.gen import calls_pb2 as pb
+from pserver.transport.methods import CARRY, FIND_STREAMS, Method, Sendable, encode
 from pserver.transport.raw_chunks import decode as decode_message
+from pserver.transport.socket_client import SocketStreams
 from pserver.transport.status import from_rpc_error
 
 _OPTIONS = (
@@ -31,16 +34,27 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
+#: A server must say within this time where its streams go, in seconds.
+FIND_STREAMS_S = 10.0
+
 
 class GrpcChannel:
-    """A `Channel` over one gRPC connection. May be made anywhere; belongs to the event loop of its first call."""
+    """A `Channel` over one gRPC connection, and connections beside it for streams of tensors.
 
-    def __init__(self, address: str) -> None:
+    May be made anywhere; belongs to the event loop of its first call.
+
+    Args:
+        address: "host:port" of the server.
+        sockets: whether streams may go beside gRPC where the server offers it.
+    """
+
+    def __init__(self, address: str, *, sockets: bool = True) -> None:
         self._address = address
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
         self._stubs: dict[str, Any] = {}
         self._carrier = Carrier(address, lambda requests: self._stub(CARRY)(requests))
+        self._sockets = SocketStreams(address, self._find_streams) if sockets else None
 
     @property
     def address(self) -> str:
@@ -53,6 +67,11 @@ class GrpcChannel:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         if method.carried:
             yield await self._carrier.call(method, await anext(aiter(requests)), timeout_s=timeout_s)
+            return
+        if method.bulk and self._sockets is not None and (frames := await self._sockets.connect()) is not None:
+            async with aclosing(self._sockets.call(frames, method, requests, timeout_s=timeout_s)) as replies:
+                async for reply in replies:
+                    yield reply
             return
         stub = self._stub(method)
         source = _Requests(requests)
@@ -78,8 +97,16 @@ class GrpcChannel:
     async def close(self) -> None:
         self._closed = True
         await self._carrier.close()
+        if self._sockets is not None:
+            await self._sockets.close()
         if self._channel is not None:
             await self._channel.close()
+
+    async def _find_streams(self) -> pb.FindStreamsReply:
+        reply: pb.FindStreamsReply = await self._carrier.call(
+            FIND_STREAMS, pb.FindStreamsRequest(), timeout_s=FIND_STREAMS_S
+        )
+        return reply
 
     def _stub(self, method: Method) -> Any:
         stub = self._stubs.get(method.path)

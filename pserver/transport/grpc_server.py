@@ -13,9 +13,11 @@ from grpc_reflection.v1alpha import reflection
 
 from pserver.errors import ConfigError, DeadlineExceeded, PserverError
 from pserver.transport.carried import CarriedCalls, own_error
+from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import (
     CARRY,
     ENDLESS,
+    FIND_STREAMS,
     MAX_LARGE_REQUEST_BYTES,
     Handler,
     Method,
@@ -24,6 +26,7 @@ from pserver.transport.methods import (
     decoded,
     encode,
 )
+from pserver.transport.socket_server import SocketServer
 from pserver.transport.status import ERROR_KEY, status_code, to_wire
 
 logger = logging.getLogger(__name__)
@@ -55,16 +58,27 @@ class GrpcServer:
     Args:
         handlers: RPCs by path, as `bind` makes them.
         host, port: where to listen; port 0 takes any free one.
+        stream_port: where streams of tensors may come beside gRPC; port 0 takes any free one.
     """
 
-    def __init__(self, handlers: Mapping[str, tuple[Method, Handler]], *, host: str, port: int) -> None:
+    def __init__(
+        self, handlers: Mapping[str, tuple[Method, Handler]], *, host: str, port: int, stream_port: int = 0
+    ) -> None:
         self._host = host
-        self._handlers = handlers
+        self._handlers: dict[str, tuple[Method, Handler]] = {
+            **handlers,
+            CARRY.path: (CARRY, self._carry),
+            FIND_STREAMS.path: (FIND_STREAMS, self._find_streams),
+        }
+        self._calls = _CallsUnderWay()
+        self._streams = SocketServer(handlers, self._calls.counted)
+        self._stream_port = stream_port
+        self._carried: set[CarriedCalls] = set()
+        self._streams_at = pb.FindStreamsReply()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health_aio.HealthServicer()
         self._requested_port = port
-        self._calls = _CallsUnderWay()
-        self._services = sorted({method.service for method, _ in handlers.values()})
+        self._services = sorted({method.service for method, _ in self._handlers.values()})
 
     async def start(self) -> str:
         """Listens and returns the address as host:port.
@@ -85,19 +99,30 @@ class GrpcServer:
                 m.name: _rpc_handler(m, h, self._calls) for m, h in self._handlers.values() if m.service == service
             }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, chosen),))
-        carry = {CARRY.name: _rpc_handler(CARRY, self._carry, self._calls)}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CARRY.service, carry),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
             self._server,
         )
         await self._server.start()
+        self._streams_at = pb.FindStreamsReply(
+            port=self._streams.start(self._host, self._stream_port), ticket=self._streams.ticket
+        )
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return f"{self._host}:{port}"
 
-    def _carry(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-        return CarriedCalls(self._handlers, self._calls.counted).serve(requests)
+    async def _find_streams(self, _request: pb.FindStreamsRequest) -> pb.FindStreamsReply:
+        return self._streams_at
+
+    async def _carry(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        carried = CarriedCalls(self._handlers, self._calls.counted)
+        self._carried.add(carried)
+        try:
+            async with aclosing(carried.serve(requests)) as replies:
+                async for reply in replies:
+                    yield reply
+        finally:
+            self._carried.discard(carried)
 
     async def drain(self, grace_s: float) -> None:
         """Says NOT_SERVING, and returns at the first moment without a call under way, or after `grace_s`.
@@ -114,6 +139,13 @@ class GrpcServer:
 
     async def stop(self) -> None:
         """Stops answering; calls under way are cut."""
+        await self._streams.stop()
+        for carried in self._carried:  # else gRPC's core complains on the stderr of every client
+            carried.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self._carried:
+                    await asyncio.sleep(0.01)
         await self._server.stop(None)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):

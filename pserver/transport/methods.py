@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from pserver.errors import DeadlineExceeded, InvalidRequest
 from pserver.transport.gen import calls_pb2, coordinator_pb2, shards_pb2
+from pserver.transport.raw_chunks import Pieces
 from pserver.transport.raw_chunks import decode as decode_message
 
 
@@ -34,6 +35,11 @@ class Method:
     def carried(self) -> bool:
         """Whether clients make it over a stream that carries many calls (see calls.proto)."""
         return self.unary and self.name not in _LARGE
+
+    @property
+    def bulk(self) -> bool:
+        """Whether it streams tensors, and may be made beside gRPC (see `frames`)."""
+        return not self.unary and self.name not in ENDLESS
 
     @property
     def unary(self) -> bool:
@@ -63,8 +69,10 @@ def _method(service: ServiceDescriptor, method: MethodDescriptor) -> Method:
 
 COORDINATOR: dict[str, Method] = _methods(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"])
 SHARDS: dict[str, Method] = _methods(shards_pb2.DESCRIPTOR.services_by_name["Shards"])
-#: What carries other calls.
-CARRY: Method = _methods(calls_pb2.DESCRIPTOR.services_by_name["Calls"])["Carry"]
+_CALLS = _methods(calls_pb2.DESCRIPTOR.services_by_name["Calls"])
+#: What carries other calls, and what tells where streams go beside gRPC.
+CARRY: Method = _CALLS["Carry"]
+FIND_STREAMS: Method = _CALLS["FindStreams"]
 
 T = TypeVar("T")
 
@@ -78,18 +86,25 @@ _LARGE = frozenset({"RegisterModel", "Link"})
 #: A client may pause this long between two messages of a stream that has an end, in seconds.
 MAX_PAUSE_S = 60.0
 
-#: A message to be sent; `bytes` is one that is encoded already (see `raw_chunks`).
-Sendable = Message | bytes
+#: A message to be sent; the others are encoded already (see `raw_chunks`).
+Sendable = Message | bytes | Pieces
 #: A served RPC: takes a request, or an iterator of them; gives an awaitable of a reply, or an iterator of them.
 Handler = Callable[[Any], Any]
 
 
 def encode(message: Sendable) -> bytes:
     """The bytes of a message."""
+    if isinstance(message, Pieces):
+        return b"".join(message)
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def decode(method: Method, data: bytes) -> Any:
+def in_pieces(message: Sendable) -> Pieces:
+    """The bytes of a message, not put together."""
+    return message if isinstance(message, Pieces) else Pieces((encode(message),))
+
+
+def decode(method: Method, data: bytes | memoryview) -> Any:
     """A request from its bytes.
 
     Raises:
@@ -117,7 +132,7 @@ async def first_of(requests: AsyncIterator[T]) -> T:
         raise InvalidRequest("the stream ended before its first message") from None
 
 
-async def decoded(method: Method, messages: AsyncIterable[bytes]) -> AsyncIterator[Any]:
+async def decoded(method: Method, messages: AsyncIterable[bytes | memoryview]) -> AsyncIterator[Any]:
     """The requests of a stream. A client that has gone silent must not hold memory for ever.
 
     Raises:

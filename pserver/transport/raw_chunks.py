@@ -44,8 +44,19 @@ def chunks_field(message_type: type[Message]) -> int:
     return field.number if field is not None and field.message_type is Chunk.DESCRIPTOR else 0
 
 
+class Pieces(tuple[bytes | memoryview, ...]):
+    """An encoded message that is not put together; some is memory of others, which may not change until it is sent."""
+
+    __slots__ = ()
+
+
 def encode(head: Message, chunks: Sequence[RawChunk]) -> bytes:
     """A message with chunks besides those that it has itself."""
+    return b"".join(pieces(head, chunks))
+
+
+def pieces(head: Message, chunks: Sequence[RawChunk]) -> Pieces:
+    """The same without a copy of the chunks' bytes."""
     tag = _varint(chunks_field(type(head)) << 3 | _LENGTH)
     parts: list[bytes | memoryview] = [head.SerializeToString()]
     for chunk in chunks:
@@ -58,11 +69,11 @@ def encode(head: Message, chunks: Sequence[RawChunk]) -> bytes:
                 _varint(len(chunk.data)),
             )
         )
-        parts += (tag, _varint(len(start) + len(chunk.data)), start, chunk.data)
-    return b"".join(parts)
+        parts += (b"".join((tag, _varint(len(start) + len(chunk.data)), start)), chunk.data)
+    return Pieces(parts)
 
 
-def decode(message_type: type[Message], data: bytes) -> Any:
+def decode(message_type: type[Message], data: bytes | memoryview) -> Any:
     """A message from its bytes: a `Received` if its type has chunks, else a plain one.
 
     Raises:
@@ -70,7 +81,7 @@ def decode(message_type: type[Message], data: bytes) -> Any:
     """
     field = chunks_field(message_type)
     if not field:
-        return message_type.FromString(data)
+        return message_type.FromString(bytes(data))
     memory = memoryview(data)
     rest: list[memoryview] = []
     chunks: list[RawChunk] = []

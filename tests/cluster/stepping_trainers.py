@@ -13,7 +13,7 @@ import pserver
 from pserver.client.cluster import Cluster
 from pserver.config import TrainerSettings
 from tests.cluster.counted_server import resident_bytes
-from tests.routes import ROUTES
+from tests.routes import NETWORK_ROUTES
 
 NUM_TRAINERS = 2
 #: Of one gradient: as many bytes as go in one message.
@@ -24,7 +24,7 @@ class Trainer:
     """One of them, with one parameter that SGD with momentum trains."""
 
     def __init__(self, address, route_name, rank):
-        transport = ROUTES[route_name].transport
+        transport = NETWORK_ROUTES[route_name].transport
         settings = TrainerSettings.resolve(address, rank=rank, world_size=NUM_TRAINERS, transport=transport)
         self._session = Cluster(settings)
         self._session.start()
@@ -56,7 +56,7 @@ class Pair:
         self._together(Trainer.register)
 
     def step(self, number):
-        with ROUTES[self.route_name].taken():
+        with NETWORK_ROUTES[self.route_name].taken():
             self._together(lambda trainer: trainer.step(number))
 
     def close(self):

@@ -16,7 +16,7 @@ from tests.cluster.counted import CountedServer
 from tests.cluster.counted_server import resident_bytes
 from tests.cluster.processes import START_S, Child
 from tests.cluster.stepping_trainers import NUM_BYTES
-from tests.routes import ROUTES
+from tests.routes import NETWORK_ROUTES
 
 MEBI = 1 << 20
 #: What a process may grow by, for fragments and caches of allocators. All that was dropped is many times that.
@@ -158,9 +158,9 @@ def stepping(server: CountedServer) -> Iterator[Child]:
 @pytest.mark.parametrize(
     ("number", "route_name"),
     [
-        *((300, name) for name in ROUTES if name != "stream"),
+        *((300, name) for name in NETWORK_ROUTES if name != "stream"),
         pytest.param(300, "stream", marks=pytest.mark.slow),
-        *(pytest.param(2000, name, marks=pytest.mark.slow) for name in ROUTES),
+        *(pytest.param(2000, name, marks=pytest.mark.slow) for name in NETWORK_ROUTES),
     ],
 )
 def test_steps_leave_nothing(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pserver.transport.channel import Connector
@@ -145,7 +146,8 @@ def _handlers(service: FakeService) -> dict[str, tuple[Method, Handler]]:
 
 
 @contextmanager
-def grpc_transport(loop: LoopThread) -> Iterator[Transport]:
+def grpc_transport(loop: LoopThread, *, sockets: bool = False) -> Iterator[Transport]:
+    """With `sockets`, streams go beside gRPC."""
     service = FakeService()
 
     async def start() -> tuple[GrpcServer, str]:
@@ -158,7 +160,7 @@ def grpc_transport(loop: LoopThread) -> Iterator[Transport]:
         yield Transport(
             loop=loop,
             service=service,
-            connect=GrpcChannel,
+            connect=partial(GrpcChannel, sockets=sockets),
             address=address,
             empty_address="127.0.0.1:1",
             stop=server.stop,
@@ -186,7 +188,11 @@ def in_process_transport(loop: LoopThread) -> Iterator[Transport]:
     )
 
 
-TRANSPORTS = {"grpc": grpc_transport, "in process": in_process_transport}
+TRANSPORTS = {
+    "grpc": grpc_transport,
+    "sockets": partial(grpc_transport, sockets=True),
+    "in process": in_process_transport,
+}
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

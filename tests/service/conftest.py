@@ -3,7 +3,15 @@ from itertools import count
 
 import pytest
 
+from tests.routes import NETWORK_ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
+
+
+@pytest.fixture(params=NETWORK_ROUTES.values(), ids=NETWORK_ROUTES)
+def route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    """The steps of a test take each route in turn, in sessions with `transport=route.transport`."""
+    with request.param.taken():
+        yield request.param
 
 
 @pytest.fixture(scope="session")

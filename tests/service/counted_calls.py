@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pserver.transport.grpc_channel import GrpcChannel
+from pserver.transport.channel import Connector
 from pserver.transport.methods import Method, Sendable
 
 
@@ -14,13 +14,20 @@ class Calls:
     """What went over all channels that it opened, by name of the RPC; it is their connector.
 
     Attributes:
+        connect: opens what is counted.
         made: calls.
         sent, received: messages.
     """
 
+    connect: Connector
     made: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def counts(self) -> tuple[Counter[str], ...]:
+        """All three."""
+        return self.made, self.sent, self.received
 
     def __call__(self, address: str) -> "_CountedChannel":
         return _CountedChannel(address, self)
@@ -28,7 +35,7 @@ class Calls:
 
 class _CountedChannel:
     def __init__(self, address: str, calls: Calls) -> None:
-        self._inner = GrpcChannel(address)
+        self._inner = calls.connect(address)
         self._calls = calls
 
     @property

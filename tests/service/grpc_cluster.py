@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from pserver.client.cluster import Cluster
+from pserver.client.cluster import Cluster, channels_for
 from pserver.config import ServerSettings, TrainerSettings
 from pserver.server.node import ServerNode
 from pserver.transport.channel import Connector
@@ -90,7 +90,7 @@ class GrpcCluster:
         timeout_s: float = TIMEOUT_S,
         transport: str | None = None,
         plan: FaultPlan | None = None,
-        connect_channel: Connector = GrpcChannel,
+        connect_channel: Connector | None = None,
     ) -> Cluster:
         """A trainer's session, not started yet; its calls suffer the faults of `plan`."""
         settings = TrainerSettings.resolve(
@@ -101,6 +101,7 @@ class GrpcCluster:
             transport=transport,
             environ={},
         )
+        connect_channel = connect_channel or channels_for(settings.transport)
         return Cluster(settings, connect_channel=with_faults(connect_channel, plan or FaultPlan()))
 
     def train(

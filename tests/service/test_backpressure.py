@@ -4,27 +4,35 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import pserver
-from pserver.client.cluster import Cluster
+from pserver.client.cluster import Cluster, channels_for
 from pserver.server.hosted_shard import HostedShard
 from pserver.transport import methods
+from pserver.transport.channel import Channel
 from pserver.transport.chunks import MESSAGE_BYTES
-from pserver.transport.grpc_channel import GrpcChannel
 from pserver.transport.methods import Method, Sendable
 from pserver.wire.layout import Bucket
 from tests.service.grpc_cluster import GrpcCluster
 from tests.waiting import until
 
+
+def most_in_a_socket(limit: str) -> int:
+    """The largest size that the kernel gives the buffer of a socket on its own."""
+    return int(Path("/proc/sys/net/ipv4", limit).read_text().split()[2])
+
+
 MEBI = 1 << 20
 #: Of one gradient, and of the parameters that come back.
 TOTAL_BYTES = 128 * MEBI
-#: What may be on its way: windows of HTTP/2, buffers of sockets, and a few messages.
-BOUND_BYTES = 32 * MEBI
+#: What may be on its way: what the kernel lets wait in sockets, and a few messages.
+BOUND_BYTES = most_in_a_socket("tcp_rmem") + most_in_a_socket("tcp_wmem") + 4 * MESSAGE_BYTES
+assert BOUND_BYTES < TOTAL_BYTES / 2
 #: A counter that has stood still for this long, in polls, is taken to have stopped: a slow machine makes a test that
 #: should fail pass, and never the other way round.
 NUM_STILL = 100
@@ -52,9 +60,14 @@ def cluster() -> Iterator[GrpcCluster]:
         yield running
 
 
+@pytest.fixture(params=["tcp", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def session(cluster: GrpcCluster) -> Iterator[Cluster]:
-    with cluster.connect(timeout_s=LIMIT_S) as session:
+def session(cluster: GrpcCluster, transport: str) -> Iterator[Cluster]:
+    with cluster.connect(timeout_s=LIMIT_S, transport=transport) as session:
         yield session
 
 
@@ -80,8 +93,8 @@ class Hold:
 class HeldChannel:
     """A channel whose steps' replies a hold keeps back."""
 
-    def __init__(self, address: str, hold: Hold) -> None:
-        self._inner = GrpcChannel(address)
+    def __init__(self, inner: Channel, hold: Hold) -> None:
+        self._inner = inner
         self._hold = hold
 
     @property
@@ -151,7 +164,7 @@ def test_a_trainer_waits_for_a_server_that_stops_in_the_middle(
     cluster: GrpcCluster, session: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Large(session, "large")
-    go_on = Hold(after=60)
+    go_on = Hold(after=15)
     take_next = methods._next
 
     async def take_next_unless_held(requests: AsyncIterator[Any]) -> Any:
@@ -175,7 +188,9 @@ def test_a_trainer_waits_for_a_server_that_stops_in_the_middle(
     assert model.value.eq(-2.0).all()
 
 
-def test_a_server_waits_for_a_trainer_that_reads_nothing(cluster: GrpcCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_waits_for_a_trainer_that_reads_nothing(
+    cluster: GrpcCluster, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And has the shard for others meanwhile."""
     read_bytes = 0
     read = HostedShard.read
@@ -187,8 +202,12 @@ def test_a_server_waits_for_a_trainer_that_reads_nothing(cluster: GrpcCluster, m
 
     monkeypatch.setattr(HostedShard, "read", counted)
     hold = Hold(after=1)
+
+    def connect(address: str) -> HeldChannel:
+        return HeldChannel(channels_for(transport)(address), hold)
+
     with (
-        cluster.connect(timeout_s=LIMIT_S, connect_channel=lambda address: HeldChannel(address, hold)) as slow,
+        cluster.connect(timeout_s=LIMIT_S, transport=transport, connect_channel=connect) as slow,
         ThreadPoolExecutor(1) as threads,
     ):
         model = Large(slow, "slow")

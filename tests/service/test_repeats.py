@@ -25,7 +25,7 @@ from tests.numerics.training import (
     of_rank,
     values,
 )
-from tests.routes import MEMORY, ROUTES, Route
+from tests.routes import MEMORY, NETWORK_ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
 from tests.service.wire_trainer import WireTrainer, everywhere, spec
 from tests.waiting import set_timeout, until, until_shards
@@ -115,7 +115,7 @@ def run(cluster: GrpcCluster, name: str, route: Route, method: str | None = None
 @pytest.fixture(scope="module")
 def undisturbed(cluster: GrpcCluster) -> list[list[list[torch.Tensor]]]:
     """Parameters of a run in which nothing was lost, whichever route steps take."""
-    runs, others = [run(cluster, f"undisturbed by {each}", route) for each, route in ROUTES.items()], []
+    runs, others = [run(cluster, f"undisturbed by {each}", route) for each, route in NETWORK_ROUTES.items()], []
     for found, struck in runs:
         assert struck == 0
         others += found
@@ -128,7 +128,7 @@ def undisturbed(cluster: GrpcCluster) -> list[list[list[torch.Tensor]]]:
 DISTURBED = [
     *(pytest.param(each, MEMORY, id=each) for each in MUTATING if each not in STEPPING),
     *(pytest.param(each, MEMORY, id=each) for each in ("FindMemory", "OpenMemory")),
-    *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+    *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in NETWORK_ROUTES.items()),
 ]
 
 
@@ -166,7 +166,7 @@ def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
     ("method", "route"),
     [
         *(pytest.param(each, MEMORY, id=each) for each in ("RegisterModel", "Initialise")),
-        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in NETWORK_ROUTES.items()),
         *(
             pytest.param(each, MEMORY, id=each, marks=pytest.mark.slow)
             for each in ("Attach", "Pull", "PullState", "OpenMemory")

@@ -23,6 +23,7 @@ from tests.numerics.training import (
 from tests.service.grpc_cluster import GrpcCluster
 from tests.waiting import until, until_shards
 
+CALLS = "pserver.v1.Calls"
 SERVICES = ["pserver.v1.Coordinator", "pserver.v1.Shards"]
 
 
@@ -65,7 +66,7 @@ def test_the_health_service_says_serving(cluster: GrpcCluster) -> None:
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize(("server", "expected"), [(0, SERVICES), (1, SERVICES[1:])])
+@pytest.mark.parametrize(("server", "expected"), [(0, [CALLS, *SERVICES]), (1, [CALLS, *SERVICES[1:]])])
 def test_reflection_lists_the_services_of_a_server(server: int, expected: list[str], cluster: GrpcCluster) -> None:
     with grpc.insecure_channel(cluster.addresses[server]) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pserver.errors import DeadlineExceeded, PserverError, RankTaken, ServerUnavailable, TrainerEnded
 from pserver.transport.faults import Fault, FaultKind, FaultPlan
 from pserver.transport.gen import coordinator_pb2
-from tests.routes import MEMORY, ROUTES, Route
+from tests.routes import MEMORY, NETWORK_ROUTES, Route
 from tests.service.grpc_cluster import GrpcCluster
 from tests.service.weight import Weight
 from tests.service.wire_trainer import WireTrainer, spec
@@ -72,7 +72,7 @@ def test_a_step_before_everybody_has_attached_says_how_many_are_missing(cluster:
             pytest.param(each, MEMORY, id=each)
             for each in ("Join", "RegisterModel", "Initialise", "Attach", "FindMemory", "OpenMemory", "Pull")
         ),
-        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in ROUTES.items()),
+        *(pytest.param(route.method, route, id=f"{route.method} by {each}") for each, route in NETWORK_ROUTES.items()),
     ],
 )
 def test_a_server_that_cannot_be_reached_is_tried_again_with_backoff_and_not_for_ever(

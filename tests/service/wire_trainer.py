@@ -19,7 +19,7 @@ from pserver.types import PROTOCOL_VERSION
 from pserver.wire.layout import TensorSpec, build_layout
 from pserver.wire.shared_buckets import BucketOffsets, SharedBuckets
 from pserver.wire.shm import map_segment
-from tests.routes import MEMORY, STREAM, Route
+from tests.routes import MEMORY, Route
 from tests.service.grpc_cluster import GrpcCluster
 
 NUM_ELEMENTS = 64
@@ -198,7 +198,7 @@ class WireModel:
                 mailbox.bytes_of(chunk.bucket)[:] = chunk.data
                 mailbox.set_word(chunk.bucket, request.push_id.sequence)
         replies = self.call(route.method, request, server=server, timeout_s=timeout_s)
-        if route is not STREAM and not request.HasField("commit"):
+        if not route.streams and not request.HasField("commit"):
             (reply,) = replies
             assert not reply.HasField("outcome")
             return []

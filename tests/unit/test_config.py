@@ -72,7 +72,7 @@ def test_a_variable_of_another_type_is_refused_by_name(variable, text, kind):
         ({"timeout_s": -1.0}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
-        ({"transport": "tcp"}, r"transport must be one of \['auto', 'shm', 'grpc'\], but is 'tcp'"),
+        ({"transport": "udp"}, r"transport must be one of \['auto', 'shm', 'tcp', 'grpc'\], but is 'udp'"),
         ({"transport": "SHM"}, "transport must be one of"),
     ],
 )

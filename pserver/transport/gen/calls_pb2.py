@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pserver/v1/calls.proto\x12\npserver.v1\";\n\x0e\x43\x61rriedRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\"y\n\x0c\x43\x61rriedReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x05reply\x18\x02 \x01(\x0cH\x00\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pserver.v1.CarriedErrorH\x00\x12\x16\n\x0cunknown_path\x18\x04 \x01(\x08H\x00\x42\t\n\x07outcome\"-\n\x0c\x43\x61rriedError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2J\n\x05\x43\x61lls\x12\x41\n\x05\x43\x61rry\x12\x1a.pserver.v1.CarriedRequest\x1a\x18.pserver.v1.CarriedReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pserver/v1/calls.proto\x12\npserver.v1\";\n\x0e\x43\x61rriedRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\"y\n\x0c\x43\x61rriedReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x05reply\x18\x02 \x01(\x0cH\x00\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pserver.v1.CarriedErrorH\x00\x12\x16\n\x0cunknown_path\x18\x04 \x01(\x08H\x00\x42\t\n\x07outcome\"\x14\n\x12\x46indStreamsRequest\"0\n\x10\x46indStreamsReply\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"-\n\x0c\x43\x61rriedError\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\x97\x01\n\x05\x43\x61lls\x12\x41\n\x05\x43\x61rry\x12\x1a.pserver.v1.CarriedRequest\x1a\x18.pserver.v1.CarriedReply(\x01\x30\x01\x12K\n\x0b\x46indStreams\x12\x1e.pserver.v1.FindStreamsRequest\x1a\x1c.pserver.v1.FindStreamsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CARRIEDREQUEST']._serialized_end=97
   _globals['_CARRIEDREPLY']._serialized_start=99
   _globals['_CARRIEDREPLY']._serialized_end=220
-  _globals['_CARRIEDERROR']._serialized_start=222
-  _globals['_CARRIEDERROR']._serialized_end=267
-  _globals['_CALLS']._serialized_start=269
-  _globals['_CALLS']._serialized_end=343
+  _globals['_FINDSTREAMSREQUEST']._serialized_start=222
+  _globals['_FINDSTREAMSREQUEST']._serialized_end=242
+  _globals['_FINDSTREAMSREPLY']._serialized_start=244
+  _globals['_FINDSTREAMSREPLY']._serialized_end=292
+  _globals['_CARRIEDERROR']._serialized_start=294
+  _globals['_CARRIEDERROR']._serialized_end=339
+  _globals['_CALLS']._serialized_start=342
+  _globals['_CALLS']._serialized_end=493
 # @@protoc_insertion_point(module_scope)

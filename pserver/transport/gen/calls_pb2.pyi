@@ -27,6 +27,18 @@ class CarriedReply(_message.Message):
     unknown_path: bool
     def __init__(self, id: _Optional[int] = ..., reply: _Optional[bytes] = ..., error: _Optional[_Union[CarriedError, _Mapping]] = ..., unknown_path: _Optional[bool] = ...) -> None: ...
 
+class FindStreamsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FindStreamsReply(_message.Message):
+    __slots__ = ("port", "ticket")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    ticket: bytes
+    def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
 class CarriedError(_message.Message):
     __slots__ = ("name", "message")
     NAME_FIELD_NUMBER: _ClassVar[int]

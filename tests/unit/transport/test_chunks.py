@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pserver.core.staging import Staging
 from pserver.transport import chunks as chunks_module
 from pserver.transport.chunks import MESSAGE_BYTES, ChunkPacker
-from pserver.wire.layout import TensorSpec, build_layout
+from pserver.wire.layout import MAX_BUCKET_BYTES, TensorSpec, build_layout
 from pserver.wire.tensors import memory_of, to_bytes
 
 SMALL_MESSAGE_BYTES = 100
@@ -72,10 +72,15 @@ def test_a_chunk_never_crosses_a_bucket():
     assert chunks[1].data == to_bytes(values[1])
 
 
-def test_a_large_bucket_is_cut_into_messages_of_one_mebibyte():
-    buckets = buckets_of(4 << 20, (1 << 20, torch.float32))
-    messages = packed(buckets, {0: torch.zeros(1 << 20)})
+def test_a_bucket_that_is_larger_than_a_message_is_cut_into_several():
+    elements = MESSAGE_BYTES  # of 4 bytes each
+    buckets = buckets_of(4 * MESSAGE_BYTES, (elements, torch.float32))
+    messages = packed(buckets, {0: torch.zeros(elements)})
     assert [sum(len(chunk.data) for chunk in message) for message in messages] == [MESSAGE_BYTES] * 4
+
+
+def test_the_largest_bucket_that_is_made_by_default_goes_in_one_message():
+    assert MAX_BUCKET_BYTES <= MESSAGE_BYTES
 
 
 def test_many_small_buckets_share_a_message():

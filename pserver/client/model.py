@@ -162,15 +162,19 @@ class SharedModel:
     def _send_early(self, gradients: Mapping[int, torch.Tensor], buckets: Sequence[int]) -> None:
         self._replica.check(gradients)
         if self._early is None:
-            self._early = _Early(self._cluster.push_ids.issue(), self._cluster.contexts.new_id())
-            self._shards.prepare()
-            self._shards.begin(self._early.push_id, self._early.context_id)
+            self._begin_early(self._cluster.contexts.new_id())
+        assert self._early is not None
         self._early.buckets -= self._replica.buckets_with(gradients)
         self._undecided.encoding(buckets)
         self._shards.gather(gradients, buckets, self.codec_state)
         self._early.tensors |= gradients.keys()
         self._early.buckets |= set(buckets)
         self._shards.send(buckets)
+
+    def _begin_early(self, context_id: int) -> None:
+        self._early = _Early(self._cluster.push_ids.issue(), context_id)
+        self._shards.prepare()
+        self._shards.begin(self._early.push_id, context_id)
 
     def abandon_early(self) -> None:
         """What was sent early is not wanted."""
@@ -257,10 +261,11 @@ class SharedModel:
         if gradients is None or not samples:
             self.abandon_early()
         absent: Set[int] = frozenset()
+        in_parts = self._early is None and samples > 0 and self._shards.streams and len(self._replica.parts) > 1
         if self._early is not None:
             context_id = self._early.context_id
         if gradients is not None:
-            absent = self._gather(context_id, gradients, counts=samples > 0)
+            absent = self._gather(context_id, gradients, counts=samples > 0, in_parts=in_parts)
         self._step += 1
         early, self._early = self._early, None
         self._unsettled = Push(
@@ -289,27 +294,30 @@ class SharedModel:
         pending = self._pending
         if pending is not None:
             with self._counts.standing_still():
-                self._take(tensors, pending)
+                if not self._take(tensors, pending):
+                    self.complete()
 
-    def _take(self, tensors: Iterable[int], pending: "_Pending") -> None:
+    def _take(self, tensors: Iterable[int], pending: "_Pending") -> bool:
+        """Waits for the values of some tensors; False if they are to be had together with all others only."""
         wanted = {
             index: tensor
             for index in tensors
             if index not in pending.taken and (tensor := self._replica.exchanged[index]).numel()
         }
         arrivals = pending.pushing.arrivals
-        if wanted and arrivals is not None:
-            buckets = self._replica.buckets_with(wanted)
-            with arrivals.taking(buckets) as round_number:
-                if round_number is not None:
-                    self._replica.writing(wanted)
-                    if self._shards.take_(wanted, buckets):
-                        self._replica.written(wanted)
-                        pending.taken |= wanted.keys()
-                        pending.rounds.add(round_number)
-                        return
-        if wanted:
-            self.complete()
+        if not wanted or arrivals is None:
+            return not wanted
+        buckets = self._replica.buckets_with(wanted)
+        with arrivals.taking(buckets) as round_number:
+            if round_number is None:
+                return False
+            self._replica.writing(wanted)
+            if not self._shards.take_(wanted, buckets):
+                return False
+            self._replica.written(wanted)
+            pending.taken |= wanted.keys()
+            pending.rounds.add(round_number)
+        return True
 
     def complete(self) -> None:
         """Waits for a step that was late, and gives all tensors their new values; raises as `step` does."""
@@ -317,9 +325,17 @@ class SharedModel:
         if pending is None:
             return
         with self._counts.standing_still():
+            if len(self._replica.parts) > 1:
+                self._take_in_parts(pending)
             result = self._finish(pending)
         assert result is not None
         self._told(result)
+
+    def _take_in_parts(self, pending: "_Pending") -> None:
+        """While one part is copied, the next arrives."""
+        for part in self._replica.parts:
+            if not self._take(part, pending):
+                return
 
     def _told(self, result: StepResult) -> None:
         self.last_result = result
@@ -339,17 +355,29 @@ class SharedModel:
         )
 
     def _gather(
-        self, context_id: int, gradients: Sequence[torch.Tensor | None], *, counts: bool = True
+        self,
+        context_id: int,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        counts: bool = True,
+        in_parts: bool = False,
     ) -> frozenset[int]:
         """Makes gradients and buffers ready to be sent; returns the parameters of which nothing is sent.
 
         Args:
             counts: whether the gradients have weight in the mean; if not, what the codec remembers stays as it is.
+            in_parts: begin the push here, as an early one.
         """
         tensors = self._replica.to_send(gradients)
+        if in_parts:
+            self._begin_early(context_id)
+            self._send_in_parts(tensors)
         if self._early is None:
             self._shards.prepare()
             buckets = self._replica.exchanged_buckets
+        elif in_parts:
+            tensors = {index: tensor for index, tensor in tensors.items() if index not in self._early.tensors}
+            buckets = self._replica.exchanged_buckets - self._early.buckets
         else:
             # A gradient may have been written to without a trace, through `.data`: only its bits tell.
             known = self._early.tensors
@@ -372,6 +400,15 @@ class SharedModel:
             raise
         self._undecided.add(context_id)
         return absent
+
+    def _send_in_parts(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
+        """While one part is copied, the one before is on its way. Parts with an absent gradient are left."""
+        sent: set[int] = set()
+        for part in self._replica.parts:
+            found = {index: tensor for index in part if (tensor := tensors.get(index)) is not None}
+            if len(found) == len(part):
+                sent |= part.keys()
+                self._send_early(found, sorted(self._replica.complete_with(part.keys(), sent)))
 
     def drop_context(self, context_id: int) -> None:
         """Frees a context on every shard; one whose step was interrupted is left to that step."""

@@ -101,11 +101,8 @@ class Region:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        for index, pieces in self._pieces.items():
-            if index not in tensors:
-                continue
-            tensor = tensors[index]
-            for piece in pieces:
+        for index, tensor in tensors.items():
+            for piece in self._pieces.get(index, ()):
                 if tensor is None:
                     absent.append(piece.view)
                 else:

@@ -9,6 +9,9 @@ from pserver.core.messages import ModelSpec
 from pserver.errors import InvalidRequest
 from pserver.wire.layout import BUFFERS, STORED, Layout
 
+#: Tensors of so many bytes together are worth a thread switch.
+PART_BYTES = 4 << 20
+
 
 class Replica:
     """The tensors as described: which of them travel when, and whether they are still as they were.
@@ -21,6 +24,7 @@ class Replica:
         tensors: all of them, by index in the layout.
         stepped: the parameters among them that are stepped, by index.
         exchanged: those that travel with every step; `exchanged_buckets`: the buckets that do.
+        parts: the same in pieces of at least `PART_BYTES`, in order: while one travels, the next may be copied.
 
     Not thread-safe.
     """
@@ -39,6 +43,7 @@ class Replica:
         for bucket, segments in enumerate(self.layout.segments):
             for segment in segments:
                 self._buckets_of.setdefault(segment.tensor, []).append(bucket)
+        self.parts = _in_parts(self.exchanged)
         self._buffers = {index: each.tensor for index, each in enumerate(tensors) if each.group == BUFFERS}
         self._seen: dict[int, tuple[int, int]] = {}  # of parameters that are not being written
 
@@ -69,6 +74,14 @@ class Replica:
     def buckets_with(self, tensors: Iterable[int]) -> set[int]:
         """The buckets in which some of these tensors lie, wholly or in part."""
         return {bucket for index in tensors for bucket in self._buckets_of.get(index, ())}
+
+    def complete_with(self, last: Iterable[int], tensors: Set[int]) -> set[int]:
+        """The buckets with some of the `last` tensors in which nothing lies but these `tensors`."""
+        return {
+            bucket
+            for bucket in self.buckets_with(last)
+            if all(segment.tensor in tensors for segment in self.layout.segments[bucket])
+        }
 
     def by_index(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradients by index of their parameters."""
@@ -118,6 +131,18 @@ class Replica:
                 f"{spec.name!r} was registered as {list(spec.shape)} {spec.dtype} on {self.device}, but is now "
                 f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}; a model must not change after registration"
             )
+
+
+def _in_parts(tensors: Mapping[int, torch.Tensor]) -> list[dict[int, torch.Tensor]]:
+    parts: list[dict[int, torch.Tensor]] = []
+    num_bytes = PART_BYTES
+    for index, tensor in tensors.items():
+        if num_bytes >= PART_BYTES:
+            parts.append({})
+            num_bytes = 0
+        parts[-1][index] = tensor
+        num_bytes += tensor.nbytes
+    return parts
 
 
 def model_device(tensors: Sequence[torch.Tensor]) -> torch.device:

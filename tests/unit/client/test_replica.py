@@ -116,3 +116,22 @@ def test_a_model_is_on_one_device_that_is_known() -> None:
         model_device([torch.ones(2), torch.ones(3, device="meta")])
     with pytest.raises(InvalidRequest, match="CPU or CUDA device, but is on meta"):
         model_device([torch.ones(3, device="meta")])
+
+
+def test_parts_are_runs_of_tensors_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pserver.client.replica.PART_BYTES", 16)
+    tensors = [torch.ones(size) for size in (2, 3, 1, 0, 9, 4, 1)]
+    replica = replica_of(tensors, [0, 0, STORED, 0, 0, BUFFERS, 0])
+    assert [list(part) for part in replica.parts] == [[0, 1], [3, 4], [5], [6]]
+    assert all(tensor is tensors[index] for part in replica.parts for index, tensor in part.items())
+
+
+def test_a_bucket_is_complete_with_the_last_of_its_tensors() -> None:
+    # Each tensor begins at a boundary of 64 bytes; buckets hold at least that.
+    replica = replica_of([torch.ones(16), torch.ones(16), torch.ones(2048)])
+    buckets = [{segment.tensor for segment in segments} for segments in replica.layout.segments]
+    together = next(number for number, tensors in enumerate(buckets) if {0, 1} <= tensors)
+    assert together not in replica.complete_with([0], {0})
+    everything = {0, 1, 2}
+    assert replica.complete_with([1], everything) == {number for number, tensors in enumerate(buckets) if 1 in tensors}
+    assert replica.complete_with(everything, everything) == set(range(len(buckets)))

@@ -69,6 +69,19 @@ class _PreparedRound:
     means: dict[int, torch.Tensor]
 
 
+class Progress:
+    """Hears how far a round is applied, on the thread that applies it."""
+
+    def begun(self, round_number: int, results: Mapping[PushId, StepResult]) -> None:
+        """What becomes of the pushes in the round, unless the shard fails."""
+
+    def stepped(self, bucket: int) -> None:
+        """A bucket has the values of the round: it may be read, from any thread, until the next round begins."""
+
+
+_UNWATCHED = Progress()
+
+
 class Shard:
     """Some buckets of a model.
 
@@ -343,8 +356,11 @@ class Shard:
             self._prepared = _PreparedRound(report=report, contexts=contexts, means=means)
         return self._prepared.report
 
-    def apply(self, decision: Decision) -> Applied:
+    def apply(self, decision: Decision, progress: Progress = _UNWATCHED) -> Applied:
         """Applies a round; one that is applied already changes nothing.
+
+        Args:
+            progress: told of what can be known, and read, before the whole shard is at the round.
 
         Raises:
             InternalError: a round was left out, or this shard lacks a contribution. The model cannot go on.
@@ -355,8 +371,14 @@ class Shard:
         self._check_next(decision)
         prepared, self._prepared = self._prepared, None
         contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
+        results = {
+            context.push_id: _result(decision, contribution)
+            for contribution, context in zip(decision.contributions, contexts, strict=True)
+            if context.push_id is not None
+        }
+        progress.begun(decision.round, results)
         if decision.steps:
-            self._update.step_(decision, contexts, prepared.means if prepared else None)
+            self._update.step_(decision, contexts, prepared.means if prepared else None, progress.stepped)
             self.version += 1
         if decision.divisor:
             self._update.take_buffers_(decision, contexts)
@@ -367,9 +389,8 @@ class Shard:
                     f"trainer {context.trainer_id} wrote to the memory of its push before it had heard of its outcome"
                 )
         self.round = decision.round
-        for contribution, context in zip(decision.contributions, contexts, strict=True):
-            if context.push_id is not None:
-                self._outcomes.record(context.push_id, _result(decision, contribution))
+        for push_id, result in results.items():
+            self._outcomes.record(push_id, result)
         return self.applied()
 
     def _publish(self, decision: Decision) -> None:

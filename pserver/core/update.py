@@ -1,6 +1,6 @@
 """What one round does to a shard's values: the mean gradient, what is wrong with it, the step, and buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 
@@ -77,12 +77,17 @@ class Update:
         return {bucket.index: self.mean(decision, contexts, bucket) for bucket in self._trained}
 
     def step_(
-        self, decision: Decision, contexts: Sequence[GradientContext], means: Mapping[int, torch.Tensor] | None
+        self,
+        decision: Decision,
+        contexts: Sequence[GradientContext],
+        means: Mapping[int, torch.Tensor] | None,
+        stepped: Callable[[int], None],
     ) -> None:
         """Steps every parameter that has a gradient from anybody with the mean, once it is clipped.
 
         Args:
             means: by bucket, if they were computed before; else they are now, one bucket after the other.
+            stepped: called with each bucket once it is.
         """
         counted = _counted(decision, contexts)
         absent = frozenset.intersection(*(frozenset(context.absent or ()) for _, context in counted))
@@ -96,6 +101,7 @@ class Update:
                 mean = mean.clone()
             with self._store.changing(bucket.index, decision.round):
                 self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
+            stepped(bucket.index)
 
     def take_buffers_(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
         """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""

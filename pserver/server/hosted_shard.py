@@ -1,14 +1,15 @@
 """One shard on a server: a lock, arithmetic off the event loop, waiting for rounds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from pserver.core.coding import Coding
+from pserver.core.messages import Applied, Decision
 from pserver.core.optimizer_state import StatePiece
-from pserver.core.shard import Shard
+from pserver.core.shard import Progress, Shard
 from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
 from pserver.server.changed import Changed
 from pserver.server.shard_memory import ShardMemory
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 #: A shard below this size is worked on where the message arrived: a thread switch would cost more.
 INLINE_BYTES = 256 << 10
+#: While a round is applied, who waits for a bucket of it looks at least so often, in seconds.
+LOOK_EVERY_S = 1.0
 #: What a bucket costs beside its values, roughly: its optimizer's objects.
 BUCKET_BYTES = 4 << 10
 
@@ -36,6 +39,7 @@ class HostedShard:
         self._lock = asyncio.Lock()
         self._arithmetic = arithmetic
         self._changed = Changed()
+        self._applying = _Applying()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -99,6 +103,28 @@ class HostedShard:
                 if not working.cancelled():
                     working.exception()  # nobody may be left to be told
 
+    async def apply(self, decision: Decision) -> Applied:
+        """Applies a round; `outcome` and `read` go on with what is ready of it meanwhile. Raises as `Shard.apply`."""
+        applying = self._applying = _Applying(asyncio.get_running_loop(), self._changed)
+
+        def apply(shard: Shard) -> Applied:
+            try:
+                return shard.apply(decision, applying)
+            except Exception as error:
+                # At once: nobody may read what is half a round.
+                shard.failure = shard.failure or (
+                    f"model {shard.spec.name!r} has failed: server {self._server} could not apply round "
+                    f"{decision.round}: {type(error).__name__}: {error}"
+                )
+                raise
+            finally:
+                applying.over = True
+
+        try:
+            return await self.work(apply)
+        finally:
+            self._changed.notify()
+
     def extend_lease(self, until_ns: int) -> None:
         """Until when trainers may read the shard's memory without asking."""
         if self.memory is not None:
@@ -113,14 +139,19 @@ class HostedShard:
         """Makes everybody who waits look again."""
         self._changed.notify()
 
-    async def outcome(self, push_id: PushId, wait_s: float) -> StepResult:
+    async def outcome(self, push_id: PushId, wait_s: float, *, early: bool = False) -> StepResult:
         """Waits until the round that counts a commit has been applied.
+
+        Args:
+            early: for who reads the values with `read`: until the round is being applied.
 
         Raises:
             DeadlineExceeded: after `wait_s`. ModelFailed: the model cannot go on. TrainerEnded: the lease has ended.
         """
         deadline = Deadline(wait_s)
         while True:
+            if early and (begun := self._applying.results.get(push_id)) is not None and not self._applying.over:
+                return begun
             async with self._lock:
                 self._check_failed()
                 outcome = self._shard.outcome(push_id)
@@ -150,8 +181,17 @@ class HostedShard:
         self._check_failed()
 
     async def read(self, bucket: Bucket, copy: Callable[[int, memoryview], T]) -> T:
-        """What `copy` makes of the shard's round and a bucket's bytes. No round is applied meanwhile."""
+        """What `copy` makes of the shard's round and a bucket's bytes. Nobody changes the bucket meanwhile.
+
+        Raises:
+            ModelFailed: the shard can be at no round any more.
+        """
+        while not self._applying.over:
+            if bucket.index in self._applying.ready:
+                return copy(self._applying.round, self._shard.read(bucket.index))
+            await self._changed.wait(LOOK_EVERY_S)
         async with self._lock:
+            self._check_failed()
             return copy(self._shard.round, self._shard.read(bucket.index))
 
     async def read_state(self, bucket: Bucket, copy: Callable[[list[StatePiece]], T]) -> tuple[int, T]:
@@ -162,6 +202,34 @@ class HostedShard:
     def _check_failed(self) -> None:
         if self._shard.failure is not None:
             raise ModelFailed(self._shard.failure)
+
+
+class _Applying(Progress):
+    """A round that is being applied: what is known of it, and which buckets can be read.
+
+    Told by the thread of the arithmetic, asked on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, changed: Changed | None = None) -> None:
+        self._loop = loop
+        self._changed = changed
+        self.round = 0
+        self.results: Mapping[PushId, StepResult] = {}
+        self.ready: set[int] = set()
+        self.over = loop is None
+
+    def begun(self, round_number: int, results: Mapping[PushId, StepResult]) -> None:
+        self.round, self.results = round_number, results
+        self._tell()
+
+    def stepped(self, bucket: int) -> None:
+        self.ready.add(bucket)
+        self._tell()
+
+    def _tell(self) -> None:
+        assert self._loop is not None
+        assert self._changed is not None
+        self._loop.call_soon_threadsafe(self._changed.notify)
 
 
 def bytes_at_first(buckets: Sequence[Bucket]) -> int:

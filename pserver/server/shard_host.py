@@ -265,7 +265,7 @@ class ShardHost:
 
     async def _apply(self, hosted: HostedShard, command: Apply) -> None:
         try:
-            report = await hosted.work(lambda shard: shard.apply(command.decision))
+            report = await hosted.apply(command.decision)
         except Exception as error:
             await self._give_up(hosted, command, f"apply round {command.decision.round}", error)
             return

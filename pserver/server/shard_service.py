@@ -86,7 +86,7 @@ class ShardService:
             del staging  # a commit may wait for long, and be repeated meanwhile: what waits holds nothing
         if not committed:
             return
-        result = await hosted.outcome(push_id, check_wait_s(last.wait_s))
+        result = await hosted.outcome(push_id, check_wait_s(last.wait_s), early=not first.without_values)
         replies = _StepReplies(result)
         async for message in _read(hosted, () if first.without_values else hosted.exchanged, replies.head):
             yield message

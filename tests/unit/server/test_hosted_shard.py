@@ -1,0 +1,166 @@
+"""What of a round can be known and read while it is still being applied."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pserver.core.messages import Applied, Decision
+from pserver.core.shard import Progress
+from pserver.errors import DeadlineExceeded, ModelFailed
+from pserver.server.hosted_shard import INLINE_BYTES, HostedShard
+from pserver.types import PushId, StepResult
+
+LIMIT_S = 10.0
+PUSH = PushId(7, 3, 1)
+BUCKETS = [SimpleNamespace(index=index, num_master_bytes=64) for index in range(3)]
+
+
+def result(round_number: int) -> StepResult:
+    return StepResult(
+        round=round_number,
+        accepted=True,
+        stepped=True,
+        overflow=False,
+        reason="",
+        error="",
+        num_trainers=1,
+        staleness=0,
+        grad_norm=None,
+        num_nonfinite=0,
+        options=(),
+    )
+
+
+def decision(round_number: int) -> Decision:
+    return Decision(round=round_number, contributions=(), divisor=1, options=())
+
+
+class SlowShard:
+    """Steps a bucket each time that it is let, on the thread of the arithmetic; a bucket's value is its round."""
+
+    def __init__(self) -> None:
+        self.buckets = BUCKETS
+        self.num_bytes = INLINE_BYTES
+        self.spec = SimpleNamespace(name="slow")
+        self.round = 0
+        self.failure: str | None = None
+        self.values = [0, 0, 0]
+        self.let = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self._outcomes: dict[PushId, Any] = {PUSH: "waits"}
+
+    def apply(self, decided: Decision, progress: Progress) -> Applied:
+        progress.begun(decided.round, {PUSH: result(decided.round)})
+        for number in range(3):
+            assert self.let.acquire(timeout=LIMIT_S)
+            if self.error is not None:
+                raise self.error
+            self.values[number] = decided.round
+            progress.stepped(number)
+        assert self.let.acquire(timeout=LIMIT_S)
+        self.round = decided.round
+        self._outcomes[PUSH] = result(decided.round)
+        return Applied(model="slow", epoch=1, round=self.round, version=self.round)
+
+    def outcome(self, push_id: PushId) -> Any:
+        return self._outcomes.get(push_id)
+
+    def read(self, bucket: int) -> memoryview:
+        return memoryview(bytes([self.values[bucket]]))
+
+
+@asynccontextmanager
+async def hosting() -> AsyncIterator[tuple[SlowShard, HostedShard]]:
+    shard = SlowShard()
+    with ThreadPoolExecutor(1) as arithmetic:
+        try:
+            yield shard, HostedShard("s0", shard, arithmetic)  # type: ignore[arg-type]
+        finally:
+            shard.let.release(10)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await scenario
+
+    asyncio.run(limited())
+
+
+def read(hosted: HostedShard, bucket: int) -> "asyncio.Task[tuple[int, int]]":
+    """The round that a bucket is said to be of, and its value."""
+    return asyncio.create_task(
+        hosted.read(BUCKETS[bucket], lambda round_number, data: (round_number, data[0]))  # type: ignore[arg-type]
+    )
+
+
+async def rest() -> None:
+    await asyncio.sleep(0.05)
+
+
+def test_buckets_are_read_as_they_are_stepped_and_the_outcome_is_known_from_the_start() -> None:
+    async def scenario() -> None:
+        async with hosting() as (shard, hosted):
+            patient = asyncio.create_task(hosted.outcome(PUSH, LIMIT_S))
+            eager = asyncio.create_task(hosted.outcome(PUSH, LIMIT_S, early=True))
+            await rest()
+            applying = asyncio.create_task(hosted.apply(decision(1)))
+            assert await eager == result(1)
+            reads = [read(hosted, bucket) for bucket in range(3)]
+            for bucket in range(3):
+                await rest()
+                assert [each.done() for each in reads] == [number < bucket for number in range(3)]
+                shard.let.release()
+            assert await asyncio.gather(*reads) == [(1, 1)] * 3
+            assert await read(hosted, 0) == (1, 1)
+            assert not patient.done()
+            assert not applying.done()
+            shard.let.release()
+            assert (await applying).round == 1
+            assert await patient == result(1)
+            assert await read(hosted, 2) == (1, 1)
+
+    run(scenario())
+
+
+def test_a_round_that_fails_half_way_is_read_by_nobody() -> None:
+    async def scenario() -> None:
+        async with hosting() as (shard, hosted):
+            applying = asyncio.create_task(hosted.apply(decision(1)))
+            assert await hosted.outcome(PUSH, LIMIT_S, early=True) == result(1)
+            shard.let.release()
+            assert await read(hosted, 0) == (1, 1)
+            late = read(hosted, 1)
+            await rest()
+            shard.error = ZeroDivisionError("in the optimizer")
+            shard.let.release()
+            with pytest.raises(ZeroDivisionError):
+                await applying
+            for each in (late, read(hosted, 0), asyncio.create_task(hosted.outcome(PUSH, LIMIT_S, early=True))):
+                with pytest.raises(ModelFailed, match=r"server s0 could not apply round 1: ZeroDivisionError"):
+                    await each
+
+    run(scenario())
+
+
+def test_who_waits_for_another_round_is_not_told_of_this_one() -> None:
+    async def scenario() -> None:
+        async with hosting() as (shard, hosted):
+            other = PushId(7, 4, 1)
+            shard._outcomes[other] = "waits"
+            waiting = asyncio.create_task(hosted.outcome(other, 0.2, early=True))
+            await rest()
+            applying = asyncio.create_task(hosted.apply(decision(1)))
+            await rest()
+            shard.let.release(4)
+            await applying
+            with pytest.raises(DeadlineExceeded):
+                await waiting
+
+    run(scenario())

@@ -48,6 +48,8 @@ _OPTIONS = (
 
 #: How long a client that is refused may go on sending before its call is ended, in seconds.
 READ_TO_END_S = 5.0
+#: How long streams may take to end when they are told to, in seconds.
+GRACE_S = 0.1
 #: How long calls that are cut may take to end, in seconds.
 STOP_S = 1.0
 
@@ -140,13 +142,10 @@ class GrpcServer:
     async def stop(self) -> None:
         """Stops answering; calls under way are cut."""
         await self._streams.stop()
-        for carried in self._carried:  # else gRPC's core complains on the stderr of every client
+        # Streams that carry calls are ended, not cut: gRPC's core complains of that on the stderr of every client.
+        for carried in self._carried:
             carried.end()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                while self._carried:
-                    await asyncio.sleep(0.01)
-        await self._server.stop(None)
+        await self._server.stop(GRACE_S if self._carried else None)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await self._calls.idle.wait()

@@ -148,7 +148,7 @@ class _Connection:
             while True:
                 if self._requests is not None:
                     await self._requests.taken()
-                self._take(*await self._frames.receive(MAX_REQUEST_BYTES))
+                await self._take(*await self._frames.receive(MAX_REQUEST_BYTES))
         except ConnectionBroken:
             pass
         except InvalidRequest as error:
@@ -164,12 +164,13 @@ class _Connection:
         assert self._answering is not None
         await asyncio.wait((self._answering,))
 
-    def _take(self, kind: int, payload: memoryview) -> None:
+    async def _take(self, kind: int, payload: memoryview) -> None:
         if kind == Kind.CALL:
             if self._answering is not None:
-                if not self._answering.done():
+                # Its last frame has gone, and the client may be quicker than the rest of it.
+                done, _ = await asyncio.wait((self._answering,), timeout=LOOK_EVERY_S)
+                if not done:
                     raise InvalidRequest("a call came before the one under way had ended")
-                self._answering.result()
             self._requests = _Requests(self._frames)
             self._answering = asyncio.create_task(self._answer(bytes(payload[:MAX_PATH_BYTES]), self._requests))
         elif self._requests is None:

@@ -88,16 +88,17 @@ def test_models_that_are_made_and_dropped_leave_nothing(
 ) -> None:
     for _ in range(10):
         make_and_drop_model(session)
+    gc.collect()
     server_bytes, trainer_bytes = server.counts()["resident_bytes"], resident_bytes()
     made = [each for _ in range(number) for each in make_and_drop_model(session)]
     # The coordinator has forgotten a model when it is dropped; servers free their shards when they hear of it.
     counts = server.counts_with(Model=0, Shard=0, HostedShard=0, GradientContext=0)
+    gc.collect()
     grown = counts["resident_bytes"] - server_bytes, resident_bytes() - trainer_bytes
     report(capsys, f"{number} models of {MODEL_BYTES / MEBI:g} MiB", *grown)
     # The coordinator keeps the outcome of what the trainer did last until it hears from it again.
     assert counts["outcomes"] <= 1
     assert max(grown) < BOUND_BYTES
-    gc.collect()
     assert [each() for each in made if each() is not None] == []
 
 

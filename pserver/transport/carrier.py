@@ -12,6 +12,9 @@ from pserver.transport.methods import Method, Sendable, encode
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_rpc_error, from_wire
 
+#: A server may take so long to end a stream, in seconds; then it is cut.
+CLOSE_S = 1.0
+
 
 class Carrier:
     """Carries calls of one request and one reply over one stream, opened when it is first needed and after every break.
@@ -57,7 +60,7 @@ class _Stream:
 
     def __init__(self, address: str, open_stream: Callable[[AsyncIterator[pb.CarriedRequest]], Any]) -> None:
         self._address = address
-        self._outgoing: asyncio.Queue[pb.CarriedRequest] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.CarriedRequest | None] = asyncio.Queue()
         self._waiting: dict[int, asyncio.Future[pb.CarriedReply]] = {}
         self._reading = asyncio.create_task(self._read(open_stream(self._requests())))
         self.over = False
@@ -80,13 +83,23 @@ class _Stream:
                 self._outgoing.put_nowait(pb.CarriedRequest(id=request.id))  # nobody waits any longer
 
     async def close(self) -> None:
-        """Breaks it."""
+        """Breaks its calls, and ends it in order: what gRPC has left of a cancelled one may outlive its event loop."""
+        self._fail(ServerUnavailable(f"server at {self._address}: the channel was closed during a call"))
+        self._outgoing.put_nowait(None)
+        await asyncio.wait((self._reading,), timeout=CLOSE_S)
         self._reading.cancel()
         await asyncio.wait((self._reading,))
 
+    def _fail(self, failure: PserverError) -> None:
+        self.over = True
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(type(failure)(*failure.args))
+
     async def _requests(self) -> AsyncIterator[pb.CarriedRequest]:
-        while True:
-            yield await self._outgoing.get()
+        while (request := await self._outgoing.get()) is not None:
+            yield request
 
     async def _read(self, call: Any) -> None:
         failure: PserverError = ServerUnavailable(f"server at {self._address}: the connection was closed during a call")
@@ -100,8 +113,4 @@ class _Stream:
             pass  # the channel was closed
         finally:
             call.cancel()
-            self.over = True
-            waiting, self._waiting = self._waiting, {}
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(type(failure)(*failure.args))
+            self._fail(failure)

@@ -13,7 +13,7 @@ from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_rpc_error, from_wire
 
 #: A server may take so long to end a stream, in seconds; then it is cut.
-CLOSE_S = 1.0
+CLOSE_S = 0.2
 
 
 class Carrier:

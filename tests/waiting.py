@@ -1,8 +1,10 @@
 """Waiting in tests: until something holds, and no longer than a session's deadline."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 from pserver.client.cluster import Cluster
 from pserver.types import ClusterStatus
@@ -35,6 +37,22 @@ def until_shards(status: Callable[[], ClusterStatus], name: str, *, round_number
         return {(shard.round, shard.version) for shard in model.shards}
 
     until(lambda: found() == {expected}, lambda: f"all shards at {expected}; they are at {found()}")
+
+
+def run_limited(scenario: Coroutine[Any, Any, None], limit_s: float = POLL_S) -> None:
+    """Runs a scenario on an event loop of its own; raises TimeoutError if it is not over within `limit_s`."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(limit_s):
+            await scenario
+
+    asyncio.run(limited())
+
+
+async def settle() -> None:
+    """Lets everything on the event loop that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def set_timeout(session: Cluster, timeout_s: float) -> None:

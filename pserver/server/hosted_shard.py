@@ -39,7 +39,7 @@ class HostedShard:
         self._lock = asyncio.Lock()
         self._arithmetic = arithmetic
         self._changed = Changed()
-        self._applying = _Applying()
+        self._applying: _Applying | None = None
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -117,12 +117,11 @@ class HostedShard:
                     f"{decision.round}: {type(error).__name__}: {error}"
                 )
                 raise
-            finally:
-                applying.over = True
 
         try:
             return await self.work(apply)
         finally:
+            self._applying = None
             self._changed.notify()
 
     def extend_lease(self, until_ns: int) -> None:
@@ -150,7 +149,7 @@ class HostedShard:
         """
         deadline = Deadline(wait_s)
         while True:
-            if early and (begun := self._applying.results.get(push_id)) is not None and not self._applying.over:
+            if early and self._applying is not None and (begun := self._applying.results.get(push_id)) is not None:
                 return begun
             async with self._lock:
                 self._check_failed()
@@ -186,9 +185,9 @@ class HostedShard:
         Raises:
             ModelFailed: the shard can be at no round any more.
         """
-        while not self._applying.over:
-            if bucket.index in self._applying.ready:
-                return copy(self._applying.round, self._shard.read(bucket.index))
+        while (applying := self._applying) is not None:
+            if bucket.index in applying.ready:
+                return copy(applying.round, self._shard.read(bucket.index))
             await self._changed.wait(LOOK_EVERY_S)
         async with self._lock:
             self._check_failed()
@@ -210,13 +209,12 @@ class _Applying(Progress):
     Told by the thread of the arithmetic, asked on the event loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, changed: Changed | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, changed: Changed) -> None:
         self._loop = loop
         self._changed = changed
         self.round = 0
         self.results: Mapping[PushId, StepResult] = {}
         self.ready: set[int] = set()
-        self.over = loop is None
 
     def begun(self, round_number: int, results: Mapping[PushId, StepResult]) -> None:
         self.round, self.results = round_number, results
@@ -227,8 +225,6 @@ class _Applying(Progress):
         self._tell()
 
     def _tell(self) -> None:
-        assert self._loop is not None
-        assert self._changed is not None
         self._loop.call_soon_threadsafe(self._changed.notify)
 
 

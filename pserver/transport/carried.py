@@ -94,7 +94,7 @@ class CarriedCalls:
             try:
                 reply.reply = encode(await handler(decode(method, request.request)))
             except Exception as error:
-                reply.error.name, reply.error.message = to_wire(own_error(request.path, error))
+                reply.error.CopyFrom(error_message(request.path, error))
             await self._reply(reply)
 
     async def _reply(self, message: pb.CarriedReply) -> None:
@@ -108,6 +108,12 @@ class CarriedCalls:
         if self._under_way.get(call_id) is task:  # it was cancelled, and has no reply
             del self._under_way[call_id]
         self._room.release()
+
+
+def error_message(path: str, error: Exception) -> pb.CarriedError:
+    """The same as a message; see `own_error`."""
+    name, message = to_wire(own_error(path, error))
+    return pb.CarriedError(name=name, message=message)
 
 
 def own_error(path: str, error: Exception) -> PserverError:

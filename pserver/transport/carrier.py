@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 
-from pserver.errors import DeadlineExceeded, ProtocolMismatch, PserverError, ServerUnavailable
+from pserver.errors import ProtocolMismatch, PserverError, ServerUnavailable
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import Method, Sendable, encode
 from pserver.transport.raw_chunks import decode as decode_message
-from pserver.transport.status import from_rpc_error, from_wire
+from pserver.transport.status import from_rpc_error, from_wire, unanswered
 
 #: A server may take so long to end a stream, in seconds; then it is cut.
 CLOSE_S = 0.2
@@ -74,10 +74,7 @@ class _Stream:
                 reply: pb.CarriedReply = await future
                 return reply
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"server at {self._address}: {request.path} was not answered within {timeout_s:g} s; it may be "
-                "overloaded, stopped or cut off"
-            ) from None
+            raise unanswered(self._address, request.path, timeout_s) from None
         finally:
             if self._waiting.pop(request.id, None) is not None:
                 self._outgoing.put_nowait(pb.CarriedRequest(id=request.id))  # nobody waits any longer

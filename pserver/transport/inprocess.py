@@ -8,7 +8,7 @@ from typing import Any
 
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
 from pserver.transport.deadline import Deadline
-from pserver.transport.methods import Handler, Method, Sendable, decoded, encode, first_of
+from pserver.transport.methods import Handler, Method, Sendable, encode, replies_of
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_wire, to_wire
 
@@ -63,7 +63,7 @@ class InProcessChannel:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
         served = self._network.find(self._address)
-        replies = _replies(*served.handlers[method.path], requests)
+        replies = replies_of(*served.handlers[method.path], _encoded(requests))
         deadline = Deadline(timeout_s)
         with self._calls.one() as closed, served.calls.one() as stopped:
             try:
@@ -133,19 +133,6 @@ class _Served:
 
 async def _next_or_none(replies: AsyncGenerator[Sendable, None]) -> Sendable | None:
     return await anext(replies, None)
-
-
-async def _replies(
-    method: Method, handler: Handler, requests: AsyncIterable[Sendable]
-) -> AsyncGenerator[Sendable, None]:
-    """What a handler makes of the requests, whatever the RPC's shape is."""
-    received = decoded(method, _encoded(requests))
-    argument = received if method.client_streaming else await first_of(received)
-    if method.server_streaming:
-        async for reply in handler(argument):
-            yield reply
-    else:
-        yield await handler(argument)
 
 
 async def _encoded(requests: AsyncIterable[Sendable]) -> AsyncIterator[bytes]:

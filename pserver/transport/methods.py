@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -155,6 +156,20 @@ async def _next(requests: AsyncIterator[T]) -> T:
         raise DeadlineExceeded(
             f"no message came over the stream for {MAX_PAUSE_S:g} s; send without pauses, or end the call"
         ) from None
+
+
+async def replies_of(
+    method: Method, handler: Handler, messages: AsyncIterable[bytes | memoryview]
+) -> AsyncGenerator[Sendable, None]:
+    """What a handler makes of encoded requests, whatever the RPC's shape is; raises as `decoded` and the handler do."""
+    requests = decoded(method, messages)
+    argument = requests if method.client_streaming else await first_of(requests)
+    if method.server_streaming:
+        async with aclosing(handler(argument)) as replies:
+            async for reply in replies:
+                yield reply
+    else:
+        yield await handler(argument)
 
 
 def bind(methods: dict[str, Method], service: object) -> dict[str, tuple[Method, Handler]]:

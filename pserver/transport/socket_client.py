@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any
 
 from pserver.config import parse_address
-from pserver.errors import DeadlineExceeded, ProtocolMismatch, ServerUnavailable
+from pserver.errors import ProtocolMismatch, ServerUnavailable
 from pserver.transport.deadline import Deadline
 from pserver.transport.frames import ConnectionBroken, FrameSocket, Kind
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import MAX_LARGE_REQUEST_BYTES, Method, Sendable, in_pieces
 from pserver.transport.raw_chunks import decode as decode_message
-from pserver.transport.status import from_wire
+from pserver.transport.status import from_wire, unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,7 @@ class SocketStreams:
             async with asyncio.timeout(deadline.remaining_s()):
                 return await frames.receive(MAX_LARGE_REQUEST_BYTES)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"server at {self._address}: {method.path} was not answered within {deadline.timeout_s:g} s; it may be "
-                "overloaded, stopped or cut off"
-            ) from None
+            raise unanswered(self._address, method.path, deadline.timeout_s) from None
 
     def _give_back(self, frames: FrameSocket, *, reusable: bool) -> None:
         self._busy.discard(frames)

@@ -5,24 +5,20 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
 
 from pserver.errors import ConfigError, InvalidRequest, ProtocolMismatch
-from pserver.transport.carried import own_error
+from pserver.transport.carried import error_message
 from pserver.transport.frames import ConnectionBroken, FrameSocket, Kind
-from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import (
     MAX_PAUSE_S,
     MAX_REQUEST_BYTES,
     Handler,
     Method,
-    Sendable,
-    decoded,
-    first_of,
     in_pieces,
+    replies_of,
 )
-from pserver.transport.status import to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -191,16 +187,15 @@ class _Connection:
                     f"{name!r:.200} is no stream that goes beside gRPC here; install the same pserver on both sides"
                 )
             with self._counted(method):
-                async with aclosing(_replies(method, handler, requests)) as replies:
+                async with aclosing(replies_of(method, handler, requests)) as replies:
                     async for reply in replies:
                         await self._send(Kind.MESSAGE, *in_pieces(reply))
                 await self._send(Kind.END)
         except ConnectionBroken:
             self._frames.break_off()
         except Exception as error:
-            name, message = to_wire(own_error(name, error))
             with suppress(ConnectionBroken):
-                await self._send(Kind.ERROR, pb.CarriedError(name=name, message=message).SerializeToString())
+                await self._send(Kind.ERROR, error_message(name, error).SerializeToString())
         finally:
             requests.abandon()
 
@@ -211,17 +206,6 @@ class _Connection:
                 await self._frames.send(kind, *payload)
         except TimeoutError:
             raise ConnectionBroken(f"nothing was taken for {MAX_PAUSE_S:g} s") from None
-
-
-async def _replies(method: Method, handler: Handler, requests: "_Requests") -> AsyncGenerator[Sendable, None]:
-    received = decoded(method, requests)
-    argument = received if method.client_streaming else await first_of(received)
-    if method.server_streaming:
-        async with aclosing(handler(argument)) as replies:
-            async for reply in replies:
-                yield reply
-    else:
-        yield await handler(argument)
 
 
 class _Requests:

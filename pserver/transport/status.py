@@ -56,6 +56,13 @@ def from_wire(name: str, message: str) -> PserverError:
     return ERRORS.get(name, InternalError)(message)
 
 
+def unanswered(address: str, path: str, timeout_s: float) -> DeadlineExceeded:
+    """The error of a call that a server did not answer in time."""
+    return DeadlineExceeded(
+        f"server at {address}: {path} was not answered within {timeout_s:g} s; it may be overloaded, stopped or cut off"
+    )
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> PserverError:
     """The error that a failed call stands for: the server's own if it raised one, else one about the connection."""
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from pserver.core.shard import Progress
 from pserver.errors import DeadlineExceeded, ModelFailed
 from pserver.server.hosted_shard import INLINE_BYTES, HostedShard
 from pserver.types import PushId, StepResult
+from tests.waiting import run_limited
 
 LIMIT_S = 10.0
 PUSH = PushId(7, 3, 1)
@@ -85,14 +86,6 @@ async def hosting() -> AsyncIterator[tuple[SlowShard, HostedShard]]:
             shard.let.release(10)
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await scenario
-
-    asyncio.run(limited())
-
-
 def read(hosted: HostedShard, bucket: int) -> "asyncio.Task[tuple[int, int]]":
     """The round that a bucket is said to be of, and its value."""
     return asyncio.create_task(
@@ -126,7 +119,7 @@ def test_buckets_are_read_as_they_are_stepped_and_the_outcome_is_known_from_the_
             assert await patient == result(1)
             assert await read(hosted, 2) == (1, 1)
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_a_round_that_fails_half_way_is_read_by_nobody() -> None:
@@ -146,7 +139,7 @@ def test_a_round_that_fails_half_way_is_read_by_nobody() -> None:
                 with pytest.raises(ModelFailed, match=r"server s0 could not apply round 1: ZeroDivisionError"):
                     await each
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_who_waits_for_another_round_is_not_told_of_this_one() -> None:
@@ -163,4 +156,4 @@ def test_who_waits_for_another_round_is_not_told_of_this_one() -> None:
             with pytest.raises(DeadlineExceeded):
                 await waiting
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)

@@ -1,7 +1,7 @@
 """Calls carried over one stream: the server's side, without a network."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from pserver.transport.carried import MAX_CALLS, CarriedCalls
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.gen.coordinator_pb2 import DropModelReply, DropModelRequest
 from pserver.transport.methods import COORDINATOR, SHARDS
+from tests.waiting import run_limited, settle
 
 DROP = COORDINATOR["DropModel"]
 LIMIT_S = 10.0
@@ -44,20 +45,6 @@ class Client:
 
     async def reply(self) -> pb.CarriedReply:
         return pb.CarriedReply.FromString(await anext(self.replies))
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await scenario
-
-    asyncio.run(limited())
-
-
-async def settle() -> None:
-    """Lets everything that can go on do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class Held:
@@ -97,7 +84,7 @@ def test_replies_come_in_the_order_in_which_calls_end() -> None:
         assert (last.id, last.WhichOneof("outcome")) == (1, "reply")
         await client.replies.aclose()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_an_error_is_that_of_its_call_alone() -> None:
@@ -123,7 +110,7 @@ def test_an_error_is_that_of_its_call_alone() -> None:
         assert found[4].WhichOneof("outcome") == "reply"
         await client.replies.aclose()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/Nothing", SHARDS["Pull"].path, SHARDS["StepOnce"].path])
@@ -134,7 +121,7 @@ def test_what_is_not_served_or_streams_is_an_unknown_path(path: str) -> None:
         assert (await client.reply()).unknown_path
         await client.replies.aclose()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_an_id_that_is_under_way_ends_the_stream_and_may_come_again_once_it_is_not() -> None:
@@ -153,7 +140,7 @@ def test_an_id_that_is_under_way_ends_the_stream_and_may_come_again_once_it_is_n
         await settle()
         assert (held.running, held.cancelled) == (0, 1)
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_a_call_that_nobody_waits_for_is_cancelled_and_others_go_on() -> None:
@@ -172,7 +159,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled_and_others_go_on() -> None:
         assert (await replies).id == 2
         await client.replies.aclose()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("ended_by", ["client", "server"])
@@ -196,7 +183,7 @@ def test_a_stream_that_ends_leaves_no_call_running(ended_by: str) -> None:
         await settle()
         assert (held.running, held.cancelled) == (0, 5)
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_further_calls_wait_until_there_is_room() -> None:
@@ -213,4 +200,4 @@ def test_further_calls_wait_until_there_is_room() -> None:
         assert found == set(range(MAX_CALLS + 3))
         await client.replies.aclose()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)

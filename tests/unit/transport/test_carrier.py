@@ -1,7 +1,7 @@
 """Calls carried over one stream: the client's side, against a stream that the test plays."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from pserver.transport.carrier import Carrier
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.gen.coordinator_pb2 import DropModelReply, DropModelRequest
 from pserver.transport.methods import COORDINATOR
+from tests.waiting import run_limited, settle
 
 DROP = COORDINATOR["DropModel"]
 LIMIT_S = 10.0
@@ -62,19 +63,6 @@ class World:
         return asyncio.create_task(self.carrier.call(DROP, DropModelRequest(model="m"), timeout_s=timeout_s))
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await scenario
-
-    asyncio.run(limited())
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def test_calls_share_a_stream_and_each_gets_its_own_reply() -> None:
     async def scenario() -> None:
         world = World()
@@ -96,7 +84,7 @@ def test_calls_share_a_stream_and_each_gets_its_own_reply() -> None:
             await third
         await world.carrier.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +114,7 @@ def test_a_stream_that_is_over_fails_its_calls_and_the_next_one_opens_another(er
         assert await again == DropModelReply()
         await world.carrier.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("given_up_by", ["deadline", "caller"])
@@ -151,7 +139,7 @@ def test_the_server_is_told_of_a_call_that_is_given_up_and_its_late_reply_is_nob
         assert len(world.streams) == 1
         await world.carrier.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_closing_breaks_what_is_under_way_and_may_come_first() -> None:
@@ -165,4 +153,4 @@ def test_closing_breaks_what_is_under_way_and_may_come_first() -> None:
             await call
         assert world.streams[0].cancelled
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from random import Random
 from typing import Any
@@ -19,18 +19,11 @@ from pserver.transport.gen.shards_pb2 import PullReply, PullRequest
 from pserver.transport.methods import COORDINATOR, MAX_REQUEST_BYTES, SHARDS
 from pserver.transport.socket_client import SocketStreams
 from pserver.transport.socket_server import MAX_STRANGERS, SocketServer
+from tests.waiting import run_limited
 
 PULL = SHARDS["Pull"]
 HOST = "127.0.0.1"
 LIMIT_S = 20.0
-
-
-def run(scenario: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(LIMIT_S):
-            return await scenario
-
-    return asyncio.run(limited())
 
 
 class Served:
@@ -92,7 +85,7 @@ def test_a_connection_carries_one_call_after_another() -> None:
                 assert await ask(frames, rounds) == [Kind.MESSAGE] * rounds + [Kind.END]
             frames.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("ticket", [b"", b"x" * 32, b"x" * 33], ids=["none", "another", "longer"])
@@ -102,7 +95,7 @@ def test_who_has_no_ticket_is_sent_away(ticket: bytes) -> None:
             assert await is_closed(await served.connect(ticket))
             assert await ask(await served.connect()) == [Kind.MESSAGE] * 2 + [Kind.END]
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_who_says_nothing_is_sent_away_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +112,7 @@ def test_who_says_nothing_is_sent_away_and_keeps_nobody_out(monkeypatch: pytest.
                 each.close()
 
     monkeypatch.setattr(socket_server, "GREETING_S", 0.4)
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/Nothing", COORDINATOR["Status"].path, COORDINATOR["Link"].path])
@@ -135,7 +128,7 @@ def test_what_does_not_stream_tensors_is_refused_and_the_connection_goes_on(path
             assert await ask(frames) == [Kind.MESSAGE] * 2 + [Kind.END]
             frames.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_a_frame_that_is_too_large_is_refused_by_name_before_it_has_come() -> None:
@@ -152,7 +145,7 @@ def test_a_frame_that_is_too_large_is_refused_by_name_before_it_has_come() -> No
             assert str(MAX_REQUEST_BYTES) in error.message
             assert await is_closed(frames)
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -185,7 +178,7 @@ def test_noise_leaves_a_live_server_and_nothing_running(seed: int) -> None:
             while running:
                 await asyncio.sleep(0.01)
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_a_message_of_many_pieces_arrives_whole() -> None:
@@ -202,7 +195,7 @@ def test_a_message_of_many_pieces_arrives_whole() -> None:
         assert not receiver.quiet
         receiver.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 def _like_tcp(pair: socket.socket) -> Any:
@@ -255,7 +248,7 @@ def test_connections_are_used_again_and_a_dead_one_is_replaced() -> None:
             assert asked == 3
             await streams.close()
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)
 
 
 @pytest.mark.parametrize("reason", ["the server has none", "nobody listens", "nobody answers"])
@@ -290,7 +283,7 @@ def test_where_it_cannot_be_reached_streams_go_over_grpc_until_it_is_tried_again
 
     monkeypatch.setattr(socket_client, "CONNECT_S", 0.3)
     with caplog.at_level(logging.INFO, logger=socket_client.__name__):
-        run(scenario())
+        run_limited(scenario(), LIMIT_S)
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == (reason != "the server has none")
     assert all("go over gRPC" in each and f"{HOST}:1" in each for each in said)
@@ -332,4 +325,4 @@ def test_a_call_that_is_late_or_broken_leaves_nothing_behind() -> None:
             assert not streams._idle
             assert not streams._busy
 
-    run(scenario())
+    run_limited(scenario(), LIMIT_S)

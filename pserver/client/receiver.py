@@ -2,15 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from pserver.client.arrivals import Arrivals
 from pserver.client.region import Region
-from pserver.core.coding import Coding
 from pserver.errors import InternalError
 from pserver.transport.raw_chunks import RawChunk
 from pserver.wire.layout import Bucket
-from pserver.wire.shared_buckets import tensor_over
 
 
 class Receiver:
@@ -18,8 +14,7 @@ class Receiver:
 
     Args:
         where: the server, for messages.
-        buckets: those that come; into: where they belong, if there are any.
-        coding: how they travel.
+        buckets: those that come, as they travel; into: where they belong, if there are any.
         arrivals: told of each bucket that is whole.
     """
 
@@ -28,17 +23,10 @@ class Receiver:
         where: str,
         buckets: Sequence[Bucket],
         into: Region | None,
-        coding: Coding,
         arrivals: Arrivals | None,
     ) -> None:
         self._where = where
         self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets} if into is not None else {}
-        self._codings = {bucket.index: found for bucket in buckets if (found := coding.of_values(bucket)) is not None}
-        self._buffers = {
-            index: memoryview(bytearray(max(each.sizes))) if each is not None else target
-            for index, target in self._targets.items()
-            for each in (self._codings.get(index),)
-        }
         self._received = dict.fromkeys(self._targets, 0)
         self._round: int | None = None
         self._arrivals = arrivals
@@ -49,7 +37,7 @@ class Receiver:
         """Writes one message's chunks; returns their bytes."""
         num_bytes = 0
         for chunk in chunks:
-            target = self._buffers.get(chunk.bucket)
+            target = self._targets.get(chunk.bucket)
             start, stop = chunk.offset_bytes, chunk.offset_bytes + len(chunk.data)
             if target is None or start != self._received[chunk.bucket] or stop > len(target):
                 raise InternalError(
@@ -58,8 +46,8 @@ class Receiver:
             target[start:stop] = chunk.data
             self._received[chunk.bucket] = stop
             num_bytes += len(chunk.data)
-            if stop == len(target):
-                self._complete(chunk.bucket, round_number)
+            if stop == len(target) and self._arrivals is not None:
+                self._arrivals.add(chunk.bucket, round_number)
         if self._round not in (None, round_number):
             raise InternalError(
                 f"{self._where} sent values of the rounds {self._round} and {round_number} in one stream"
@@ -73,17 +61,9 @@ class Receiver:
         Raises:
             InternalError: something is missing.
         """
-        for index, buffer in self._buffers.items():
-            if self._received[index] != len(buffer):
+        for index, target in self._targets.items():
+            if self._received[index] != len(target):
                 raise InternalError(
-                    f"{self._where} sent {self._received[index]} of {len(buffer)} bytes of bucket {index}"
+                    f"{self._where} sent {self._received[index]} of {len(target)} bytes of bucket {index}"
                 )
         return self._round if self._targets else None
-
-    def _complete(self, bucket: int, round_number: int) -> None:
-        """A bucket is whole: it is decoded, and may be taken."""
-        if bucket in self._codings:
-            values = self._codings[bucket].decode(tensor_over(self._buffers[bucket], torch.uint8))
-            tensor_over(self._targets[bucket], values.dtype).copy_(values)
-        if self._arrivals is not None:
-            self._arrivals.add(bucket, round_number)

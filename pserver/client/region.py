@@ -50,7 +50,7 @@ class Region:
 
     Args:
         layout: of the model.
-        offsets: of the buckets in the memory.
+        offsets: of the buckets in the memory. Their dtype may be smaller than their tensors': copies convert.
         device: where the model's tensors are.
         memory: shared memory; None: memory of its own, zeroed.
 
@@ -132,8 +132,15 @@ class Region:
 
     @torch.no_grad()
     def holds(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether what lies here of a tensor has its values, bit for bit where they are numbers."""
-        return all(torch.equal(piece.view, piece.of(tensor)) for piece in self._pieces.get(index, ()))
+        """Whether a tensor has the values that lie here, bit for bit where they are numbers."""
+        return all(torch.equal(piece.view.to(tensor.dtype), piece.of(tensor)) for piece in self._pieces.get(index, ()))
+
+    @torch.no_grad()
+    def has_gathered(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor would be gathered as what lies here, bit for bit where it is numbers."""
+        return all(
+            torch.equal(piece.view, piece.of(tensor).to(piece.view.dtype)) for piece in self._pieces.get(index, ())
+        )
 
     def wait_until_free(self) -> None:
         """Waits until the device has read the host memory, or written it."""

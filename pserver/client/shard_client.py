@@ -102,6 +102,7 @@ class ShardClient:
         self._device = device
         self._buckets = layout.part(placement.runs)
         self._exchanged = [bucket for bucket in self._buckets if bucket.group != STORED]
+        self._pushed = [coding.pushed(bucket) for bucket in self._exchanged]
         self._exchanged_bytes = sum(bucket.num_bytes for bucket in self._exchanged)
         self._owned = frozenset(bucket.index for bucket in self._buckets)
         self._traffic = traffic
@@ -131,12 +132,14 @@ class ShardClient:
         """What pushes are sent from: the mailbox, or memory of this process."""
         if self.writable is not None:
             return self.writable.outgoing
-        return Region(self._layout, BucketOffsets(self._exchanged), self._device)
+        return Region(self._layout, BucketOffsets(self._pushed), self._device)
 
     @cached_property
     def incoming(self) -> Region:
         """Memory of this process that messages are written into; made when it is first needed."""
-        return Region(self._layout, BucketOffsets(self._buckets), self._device)
+        return Region(
+            self._layout, BucketOffsets([self._coding.pulled(bucket) for bucket in self._buckets]), self._device
+        )
 
     @property
     def streams(self) -> bool:
@@ -163,7 +166,7 @@ class ShardClient:
         """Makes the bytes of what `outgoing` holds of these buckets, once a push: a retry sends the same."""
         futures = {
             bucket.index: coding.encode(codec_state, tensor_over(self.outgoing.bucket_bytes(bucket), bucket.dtype))
-            for bucket in self._exchanged
+            for bucket in self._pushed
             if bucket.index in buckets and (coding := self._coding.of_gradients(bucket)) is not None
         }
         self._encoded |= {index: memory_of(future.wait().cpu()) for index, future in futures.items()}
@@ -277,7 +280,7 @@ class ShardClient:
         begun, self._open = self._open, None
         if begun is not None:
             if begun.push_id == push.push_id and not begun.call.over:
-                late = [bucket for bucket in self._exchanged if bucket.index not in push.early]
+                late = [bucket for bucket in self._pushed if bucket.index not in push.early]
                 last = _Complete(push, timeout_s, arrivals)
                 return await begun.call.finish([late, last], timeout_s + TRANSPORT_SLACK_S, self.where)
             begun.call.cancel()
@@ -297,7 +300,7 @@ class ShardClient:
         if in_memory:
             self._traffic.sent_bytes += self._exchanged_bytes
         elif push.with_gradients:
-            chunks = [each for some in self._pack(self._exchanged, self.outgoing) for each in some]
+            chunks = [each for some in self._pack(self._pushed, self.outgoing) for each in some]
         reply = await unary(
             self._channel,
             SHARDS["StepOnce"],
@@ -317,7 +320,7 @@ class ShardClient:
         self, push: Push, timeout_s: float, arrivals: Arrivals | None
     ) -> tuple[StepResult, int | None] | None:
         async def requests() -> AsyncIterator[Sendable]:
-            packer = self._pack(self._exchanged, self.outgoing) if push.with_gradients else iter(())
+            packer = self._pack(self._pushed, self.outgoing) if push.with_gradients else iter(())
             head, held = self._step_request(push.push_id, push.context_id), next(packer, [])
             for chunks in packer:
                 yield pieces(head, held)
@@ -355,7 +358,7 @@ class ShardClient:
     def send(self, buckets: Collection[int]) -> None:
         """Sends what `outgoing` holds of these buckets."""
         if self._open is not None:
-            self._open.call.add([bucket for bucket in self._exchanged if bucket.index in buckets])
+            self._open.call.add([bucket for bucket in self._pushed if bucket.index in buckets])
 
     def abandon(self) -> None:
         """Breaks the push that has begun, if any."""
@@ -385,7 +388,7 @@ class ShardClient:
         return await self._step(requests(), LONGEST_BACKWARD_S, lambda: arrivals)
 
     def _receiver(self, buckets: Sequence[Bucket], arrivals: Arrivals | None) -> Receiver:
-        return Receiver(self.where, buckets, self.incoming if buckets else None, self._coding, arrivals)
+        return Receiver(self.where, buckets, self.incoming if buckets else None, arrivals)
 
     def _step_request(self, push_id: PushId, context_id: int) -> pb.StepRequest:
         return pb.StepRequest(

@@ -146,7 +146,7 @@ class Shards:
 
     def gathered(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether that is what was gathered last, bit for bit where it is numbers."""
-        return all(shard.outgoing.holds(index, tensor) for shard in self._clients)
+        return all(shard.outgoing.has_gathered(index, tensor) for shard in self._clients)
 
     def begin(self, push_id: PushId, context_id: int) -> None:
         """Begins a push whose buckets are sent before it is complete, see `send`; `push` ends it, or `abandon`."""

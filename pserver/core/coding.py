@@ -1,6 +1,7 @@
 """How the buckets of one model travel: gradients as its codec makes them, values rounded if trainers want that."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ from pserver.wire.compress import (
     Codec,
     Float16,
     GradBucket,
+    HalfCodec,
     NoCompression,
     TensorSegment,
     codec_for,
@@ -63,8 +65,9 @@ class Coding:
         if pull_codec not in PULL_CODECS:
             raise InvalidRequest(f"values can travel as {list(PULL_CODECS)}, not {pull_codec!r:.80}")
         self._pull_codec = make_codec(pull_codec, {})
-        self._gradients: dict[int, BucketCoding | None] = {}
-        self._values: dict[int, BucketCoding | None] = {}
+        self._codings: dict[int, BucketCoding | None] = {}
+        self._pushed: dict[int, Bucket] = {}
+        self._pulled: dict[int, Bucket] = {}
 
     @property
     def gradients_are_plain(self) -> bool:
@@ -76,21 +79,27 @@ class Coding:
         """Whether values travel as they are, all of them."""
         return isinstance(self._pull_codec, NoCompression)
 
-    def of_gradients(self, bucket: Bucket) -> BucketCoding | None:
-        """How a bucket's gradients travel; None: as they are, as buffers always do."""
-        if bucket.index not in self._gradients:
-            self._gradients[bucket.index] = self._of(self.codec, bucket)
-        return self._gradients[bucket.index]
+    def pushed(self, bucket: Bucket) -> Bucket:
+        """The bucket with the dtype in which its gradients travel: a smaller one if the codec only casts."""
+        if bucket.index not in self._pushed:
+            self._pushed[bucket.index] = _cast(self.codec, bucket)
+        return self._pushed[bucket.index]
 
-    def of_values(self, bucket: Bucket) -> BucketCoding | None:
-        """How a bucket's values travel; None: as they are."""
-        if bucket.index not in self._values:
-            self._values[bucket.index] = self._of(self._pull_codec, bucket)
-        return self._values[bucket.index]
+    def pulled(self, bucket: Bucket) -> Bucket:
+        """The bucket with the dtype in which its values travel."""
+        if bucket.index not in self._pulled:
+            self._pulled[bucket.index] = _cast(self._pull_codec, bucket)
+        return self._pulled[bucket.index]
+
+    def of_gradients(self, bucket: Bucket) -> BucketCoding | None:
+        """What makes bytes of a bucket's gradients; None: they travel as elements, see `pushed`."""
+        if bucket.index not in self._codings:
+            self._codings[bucket.index] = self._of(self.codec, bucket)
+        return self._codings[bucket.index]
 
     def _of(self, codec: Codec, bucket: Bucket) -> BucketCoding | None:
         codec = codec_for(codec, bucket.dtype)
-        if bucket.group < 0 or isinstance(codec, NoCompression):
+        if bucket.group < 0 or isinstance(codec, NoCompression | HalfCodec):
             return None
         segments = []
         for each in self._layout.segments[bucket.index]:
@@ -103,3 +112,10 @@ class Coding:
             index=bucket.index, dtype=bucket.dtype, num_elements=bucket.num_elements, segments=tuple(segments)
         )
         return BucketCoding(codec, shape)
+
+
+def _cast(codec: Codec, bucket: Bucket) -> Bucket:
+    """The bucket in the dtype that the codec casts it to, if it casts it and does nothing else."""
+    if bucket.group < 0 or not isinstance(codec, HalfCodec) or not bucket.dtype.is_floating_point:
+        return bucket
+    return replace(bucket, dtype=codec.dtype) if codec.dtype.itemsize < bucket.dtype.itemsize else bucket

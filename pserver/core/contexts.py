@@ -1,6 +1,6 @@
 """Gradients of one forward/backward pass, kept on a shard until a round takes them."""
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -29,13 +29,20 @@ class GradientContext:
     push_id: PushId | None = None
     lent: Callable[[], bool] | None = None
 
-    def add_(self, pushed: dict[int, torch.Tensor], absent: Set[int], replaced: Set[int]) -> None:
+    def add_(
+        self,
+        pushed: dict[int, torch.Tensor],
+        absent: Set[int],
+        replaced: Set[int],
+        dtypes: Mapping[int, torch.dtype],
+    ) -> None:
         """Adds one push. The tensors are kept, and not written to: they may be memory of a message or a mailbox.
 
         Args:
-            pushed: 1-D tensors by bucket.
+            pushed: 1-D tensors by bucket, as they travel.
             absent: tensors of the model without a gradient in this push.
             replaced: buckets whose values take the place of earlier ones.
+            dtypes: of the buckets, and of sums.
         """
         self.absent = absent if self.absent is None else self.absent & absent
         for index, values in pushed.items():
@@ -43,7 +50,7 @@ class GradientContext:
             if held is None or index in replaced:
                 self.buckets[index] = values
             else:
-                self.buckets[index] = held + values
+                self.buckets[index] = held.to(dtypes[index]) + values
 
 
 class ContextTable:

@@ -114,6 +114,7 @@ class Shard:
         self._tried_state = False  # whether steppers may hold the state of one of them already
         self._store = ValueStore(self.buckets, publication)
         self._buffer_buckets = frozenset(each.index for each in self.buckets if each.group == BUFFERS)
+        self._dtypes = {bucket.index: bucket.dtype for bucket in self.exchanged}
         self._steppers = {bucket.index: self._stepper(bucket) for bucket in self.trained}
         self._update = Update(
             self.layout,
@@ -281,7 +282,7 @@ class Shard:
                     pushed = {index: values.clone() for index, values in pushed.items()}
                 elif staging.lent is not None:
                     context.lent = staging.lent
-                context.add_(pushed, absent, self._buffer_buckets)
+                context.add_(pushed, absent, self._buffer_buckets, self._dtypes)
             if commit is None:
                 self._outcomes.record(push_id, Done())
             else:

@@ -26,7 +26,7 @@ class Pushed(Protocol):
         ...
 
     def complete(self) -> dict[int, torch.Tensor]:
-        """Every expected bucket as a 1-D tensor of its wire dtype.
+        """Every expected bucket as a 1-D tensor, of its dtype or as it travels; nobody may write to them.
 
         Raises:
             InvalidRequest: something is missing.
@@ -40,13 +40,13 @@ class Staging:
     Args:
         buckets: those that may come; each must come whole, its chunks in order. A chunk from the first byte on begins
             the bucket anew: what was sent early may have changed since.
-        coding: what of them comes encoded, as bytes.
+        coding: how they travel; None: as they are.
     """
 
     lent: Callable[[], bool] | None = None
 
     def __init__(self, buckets: Iterable[Bucket], coding: Coding | None = None) -> None:
-        self._expected = {bucket.index: bucket for bucket in buckets}
+        self._expected = {each.index: each if coding is None else coding.pushed(each) for each in buckets}
         self._coding = coding
         self._received: dict[int, int] = {}
         self._tensors: dict[int, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class Staging:
         return not self._received
 
     def complete(self) -> dict[int, torch.Tensor]:
-        """Every expected bucket as a 1-D tensor of its wire dtype; nobody may write to them.
+        """See `Pushed.complete`.
 
         Raises:
             InvalidRequest: something is missing, or cannot be decoded.

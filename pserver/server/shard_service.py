@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 
-import torch
 from google.protobuf.message import Message
 
 from pserver.core.optimizer_state import StatePiece
@@ -23,8 +22,8 @@ from pserver.transport.convert import (
 from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import StateChunk
-from pserver.transport.methods import Sendable, first_of
-from pserver.transport.raw_chunks import encode
+from pserver.transport.methods import Sendable, first_of, in_pieces
+from pserver.transport.raw_chunks import Pieces, RawChunk, encode, pieces
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
@@ -100,9 +99,10 @@ class ShardService:
             return pb.StepReply()
         result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
         replies = _StepReplies(result)
-        found: list[bytes] = []
+        found: list[bytes | memoryview] = []
         if not request.without_values:
-            found = [message async for message in _read(hosted, hosted.exchanged, replies.head)]
+            async for message in _read(hosted, hosted.exchanged, replies.head):
+                found += in_pieces(message)
         # Messages put end to end are one message.
         return b"".join(found) if found else replies.head(result.round)
 
@@ -187,7 +187,9 @@ def _stage_state(states: StateStaging, request: pb.InitialiseRequest) -> None:
         states.add_chunk(state_chunk_from_proto(chunk))
 
 
-async def _read(hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[int], Message]) -> AsyncIterator[bytes]:
+async def _read(
+    hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[int], Message]
+) -> AsyncIterator[bytes | Pieces]:
     """The values of these buckets as encoded messages, each with a head for the round they are of.
 
     That is the oldest, if the policy allows a mix. With no buckets there is no message.
@@ -198,17 +200,18 @@ async def _read(hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[
     packer = ChunkPacker()
     last_round: int | None = None
 
-    def packed(bucket: Bucket, round_number: int, data: memoryview) -> list[bytes]:
+    def packed(bucket: Bucket, round_number: int, data: memoryview) -> Sequence[bytes | Pieces]:
         nonlocal last_round
-        dtype: torch.dtype | None = None
-        if (coding := hosted.coding.of_values(bucket)) is not None:
-            dtype = torch.uint8
-            data = memory_of(coding.encode(None, tensor_over(data, bucket.dtype)).wait())
+        travelling = hosted.coding.pulled(bucket)
+        as_message: Callable[[Message, Sequence[RawChunk]], bytes | Pieces] = encode
+        if travelling is not bucket:
+            as_message = pieces  # of a copy, which nobody changes
+            data = memory_of(tensor_over(data, bucket.dtype).to(travelling.dtype))
         if last_round is not None and last_round != round_number and not hosted.mixed_rounds:
             raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
         # A message may hold values of both; saying the older one hides no staleness.
         last_round = round_number if last_round is None else last_round
-        messages = [encode(head(last_round), chunks) for chunks in packer.add(bucket, data, dtype)]
+        messages = [as_message(head(last_round), chunks) for chunks in packer.add(travelling, data)]
         packer.keep()
         return messages
 

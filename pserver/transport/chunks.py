@@ -11,6 +11,8 @@ from pserver.wire.tensors import element_type
 #: Most bytes of chunks in one message: the largest bucket fits in, and is stepped with where it came (see `Staging`).
 #: Over gRPC 1 to 4 MiB are as fast; smaller ones, and much larger ones, are slower.
 MESSAGE_BYTES = 4 << 20
+#: A piece of so many bytes ends its message: nothing follows it there.
+LARGE_BYTES = 1 << 20
 
 
 class ChunkPacker:
@@ -22,7 +24,7 @@ class ChunkPacker:
         self._num_kept = 0  # chunks, the first ones, that are copies already
 
     def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
-        """Adds a whole bucket's bytes; yields the messages that are full now, or have a piece of more than half.
+        """Adds a whole bucket's bytes; yields the messages that are full now, or have a large piece.
 
         Args:
             dtype: what the data holds; None: the bucket's own elements.
@@ -35,7 +37,7 @@ class ChunkPacker:
             self._chunks.append(RawChunk(bucket.index, start, code, piece))
             self._num_bytes += len(piece)
             # What waits for the next bucket may have to be copied: a large piece does not.
-            if 2 * len(piece) > MESSAGE_BYTES:
+            if len(piece) >= LARGE_BYTES:
                 yield self.rest()
 
     def keep(self) -> None:

@@ -118,7 +118,7 @@ def sent_bytes(layout: Layout, coding: Coding) -> set[int]:
     """Every number of bytes that a push of one step may have, if all buckets use one size: the largest or smallest."""
     exchanged = [bucket for bucket in layout.buckets if bucket.group != STORED]
     sizes = [
-        frozenset({bucket.num_bytes}) if found is None else found.sizes
+        frozenset({coding.pushed(bucket).num_bytes}) if found is None else found.sizes
         for bucket in exchanged
         for found in (coding.of_gradients(bucket),)
     ]

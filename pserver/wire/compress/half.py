@@ -10,7 +10,9 @@ from pserver.wire.compress.elements import bytes_of, elements_of
 from pserver.wire.compress.stateless import StatelessCodec
 
 
-class _Half(StatelessCodec):
+class HalfCodec(StatelessCodec):
+    """Casts, and does nothing else: its bytes are elements of `dtype`."""
+
     __slots__ = ()
 
     dtype: ClassVar[torch.dtype]
@@ -29,7 +31,7 @@ class _Half(StatelessCodec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Float16(_Half):
+class Float16(HalfCodec):
     """Rounds to float16, to nearest even; half the bytes of float32. Elements of 16 bits go as they are.
 
     The error of an element is at most 2^-11 of it, or 2^-25 if that is more; a hair more for float64, which torch
@@ -41,7 +43,7 @@ class Float16(_Half):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BFloat16(_Half):
+class BFloat16(HalfCodec):
     """Rounds to bfloat16, to nearest even; half the bytes of float32. Elements of 16 bits go as they are.
 
     The error of an element is at most 2^-8 of it, or 2^-134 if that is more; a hair more for float64, which torch

@@ -1,6 +1,7 @@
 """Tensors of a model <-> buckets in memory, on the CPU; tests/gpu has the rest."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,6 +184,24 @@ def test_a_region_knows_whether_a_tensor_still_has_the_values_it_holds() -> None
     assert region.holds(0, torch.ones(3))
     assert region.holds(1, torch.tensor([1.0, 2.0, 3.0]))
     assert not region.holds(1, torch.tensor([1.0, 2.0, 3.0000002]))
+
+
+def test_buckets_of_a_smaller_dtype_hold_rounded_values() -> None:
+    exact, rounded, after = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1.0 + 2**-20, 3.0]), torch.zeros(3)
+    layout = layout_of([exact, rounded])
+    halves = [replace(bucket, dtype=torch.bfloat16) for bucket in layout.buckets]
+    region = Region(layout, BucketOffsets(halves), CPU)
+    region.gather({0: exact, 1: rounded})
+    assert [len(region.bucket_bytes(bucket)) for bucket in halves] == [2 * bucket.num_elements for bucket in halves]
+    assert region.has_gathered(0, exact)
+    assert region.holds(0, exact)
+    assert region.has_gathered(1, rounded)
+    assert not region.holds(1, rounded)
+    assert not region.has_gathered(1, rounded * 2)
+    region.scatter_({0: after, 1: rounded})
+    assert_same(after, exact)
+    assert_same(rounded, torch.tensor([1.0, 3.0]))
+    assert region.holds(1, rounded)
 
 
 def test_gathering_copies() -> None:

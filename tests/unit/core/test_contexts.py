@@ -6,6 +6,8 @@ from pserver.core import contexts as contexts_module
 from pserver.core.contexts import ContextTable, GradientContext
 from pserver.errors import InvalidRequest, UnknownContext
 
+FLOATS = dict.fromkeys(range(4), torch.float32)
+
 
 @pytest.fixture
 def table():
@@ -20,24 +22,32 @@ def committed(table, trainer_id, context_id, step=1):
 
 def test_gradients_add_up_over_pushes():
     context = GradientContext(trainer_id=1, context_id=1)
-    context.add_({0: torch.tensor([1.0, 2.0])}, frozenset(), frozenset())
-    context.add_({0: torch.tensor([10.0, 20.0]), 1: torch.tensor([5.0])}, frozenset(), frozenset())
+    context.add_({0: torch.tensor([1.0, 2.0])}, frozenset(), frozenset(), FLOATS)
+    context.add_({0: torch.tensor([10.0, 20.0]), 1: torch.tensor([5.0])}, frozenset(), frozenset(), FLOATS)
     assert {index: gradient.tolist() for index, gradient in context.buckets.items()} == {0: [11.0, 22.0], 1: [5.0]}
+
+
+def test_sums_are_of_the_buckets_dtype_whatever_they_travel_as():
+    context = GradientContext(trainer_id=1, context_id=1)
+    for value in (256.0, 1.0, 1.0):
+        context.add_({0: torch.tensor([value], dtype=torch.bfloat16)}, frozenset(), frozenset(), FLOATS)
+    assert context.buckets[0].dtype == torch.float32
+    assert context.buckets[0].item() == 258.0  # in bfloat16, 256 + 1 is 256
 
 
 def test_what_is_replaced_is_not_added_to():
     """Buffers: those of the last push count."""
     context = GradientContext(trainer_id=1, context_id=1)
     for value in (1.0, 10.0):
-        context.add_({0: torch.tensor([value]), 1: torch.tensor([value])}, frozenset(), frozenset({1}))
+        context.add_({0: torch.tensor([value]), 1: torch.tensor([value])}, frozenset(), frozenset({1}), FLOATS)
     assert {index: values.item() for index, values in context.buckets.items()} == {0: 11.0, 1: 10.0}
 
 
 def test_a_tensor_is_absent_only_if_no_push_had_it():
     context = GradientContext(trainer_id=1, context_id=1)
     assert context.absent is None
-    context.add_({}, frozenset({1, 2}), frozenset())
-    context.add_({}, frozenset({2, 3}), frozenset())
+    context.add_({}, frozenset({1, 2}), frozenset(), FLOATS)
+    context.add_({}, frozenset({2, 3}), frozenset(), FLOATS)
     assert context.absent == {2}
 
 

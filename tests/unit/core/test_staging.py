@@ -162,7 +162,6 @@ def test_a_stream_for_no_buckets_is_complete_at_once():
 UINT8 = element_type(torch.uint8).code
 #: Codec, arguments, and the sizes that an encoded bucket of 32 x 32 float32 elements may have.
 ENCODED = {
-    "float16": ({}, {2048}),
     "int8": ({"block": 256}, {1024 + 16}),
     "topk": ({"ratio": 0.125}, {1024}),
     "powersgd": ({"rank": 2}, {512, 4096}),
@@ -175,7 +174,7 @@ def encoded(codec, *, shape=(32, 32)):
         tensors=(tensor_spec("w", *shape), tensor_spec("b", 16, group=BUFFERS)),
         bucket_bytes=4096,
         codec=codec,
-        codec_arguments=ENCODED[codec][0],
+        codec_arguments=ENCODED[codec][0] if codec in ENCODED else {},
     )
     layout = spec.layout()
     return Staging(layout.buckets, spec.coding(layout))
@@ -278,6 +277,20 @@ def test_any_bytes_are_decoded_to_the_buckets_size_or_refused(codec, data):
     except InvalidRequest:
         return
     assert (staged[0].shape, staged[0].dtype) == ((1024,), torch.float32)
+
+
+def test_what_a_codec_only_casts_comes_as_elements_and_stays_as_it_came():
+    staging = encoded("float16")
+    data = to_bytes(torch.arange(1024, dtype=torch.float16))
+    staging.add_chunk(0, 0, FLOAT16, data[:300])
+    staging.add_chunk(0, 300, FLOAT16, data[300:])
+    staging.add_chunk(1, 0, FLOAT32, bytes(64))
+    staged = staging.complete()
+    assert torch.equal(staged[0], torch.arange(1024, dtype=torch.float16))
+    assert staged[1].dtype == torch.float32
+    for code in (UINT8, FLOAT32):
+        with pytest.raises(InvalidRequest, match=r"bucket 0 comes as torch\.float16, but the chunk holds"):
+            encoded("float16").add_chunk(0, 0, code, bytes(8))
 
 
 def test_the_memory_of_an_encoded_bucket_follows_from_its_size_and_no_argument():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pserver.core.staging import Staging
 from pserver.transport import chunks as chunks_module
-from pserver.transport.chunks import MESSAGE_BYTES, ChunkPacker
+from pserver.transport.chunks import LARGE_BYTES, MESSAGE_BYTES, ChunkPacker
 from pserver.wire.layout import MAX_BUCKET_BYTES, TensorSpec, build_layout
 from pserver.wire.tensors import memory_of, to_bytes
 
@@ -81,6 +81,15 @@ def test_a_bucket_that_is_larger_than_a_message_is_cut_into_several():
 
 def test_the_largest_bucket_that_is_made_by_default_goes_in_one_message():
     assert MAX_BUCKET_BYTES <= MESSAGE_BYTES
+
+
+def test_nothing_waits_behind_a_large_piece():
+    """It would be copied if its bucket could change meanwhile."""
+    packer = ChunkPacker()
+    for bucket in buckets_of(LARGE_BYTES, *[(LARGE_BYTES // 4, torch.float32)] * 3):
+        ((chunk,),) = packer.add(bucket, memoryview(bytes(LARGE_BYTES)))
+        assert chunk.bucket == bucket.index
+    assert not packer.rest()
 
 
 def test_many_small_buckets_share_a_message():

@@ -26,6 +26,8 @@ from pserver.wire.tensors import memory_of
 _HEADER = struct.Struct("<BI")
 #: A peer that has vanished without closing is noticed after about 50 s.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+#: While a frame comes, the event loop is woken for so many bytes; each time costs as much as receiving half of them.
+WORTH_WAKING_BYTES = 256 << 10
 #: The kernel takes at most 1024 pieces of memory at once.
 MAX_PARTS = 1024
 
@@ -69,6 +71,7 @@ class FrameSocket:
         self._reuse = reuse
         self._memory = memoryview(b"")
         self._header = memoryview(bytearray(_HEADER.size))
+        self._least_bytes = 1
 
     async def send(self, kind: Kind, *payload: bytes | memoryview) -> None:
         """Sends a frame; other work of the event loop gets its turn.
@@ -125,6 +128,7 @@ class FrameSocket:
     async def _fill(self, memory: memoryview) -> None:
         loop = asyncio.get_running_loop()
         while memory:
+            self._wait_for_at_least(min(len(memory), WORTH_WAKING_BYTES))
             try:
                 received = await loop.sock_recv_into(self._socket, memory)
             except OSError as error:
@@ -132,6 +136,12 @@ class FrameSocket:
             if not received:
                 raise ConnectionBroken("the other side closed it")
             memory = memory[received:]
+
+    def _wait_for_at_least(self, num_bytes: int) -> None:
+        """Sets how much has to have come before the socket counts as readable (or that it has ended)."""
+        if num_bytes != self._least_bytes:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._least_bytes = num_bytes
 
     @property
     def quiet(self) -> bool:

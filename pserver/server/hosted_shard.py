@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
+from weakref import WeakSet
 
 from pserver.core.coding import Coding
 from pserver.core.messages import Applied, Decision
@@ -14,6 +15,7 @@ from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
 from pserver.server.changed import Changed
 from pserver.server.shard_memory import ShardMemory
 from pserver.transport.deadline import Deadline
+from pserver.transport.raw_chunks import Lent
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
 
@@ -40,6 +42,7 @@ class HostedShard:
         self._arithmetic = arithmetic
         self._changed = Changed()
         self._applying: _Applying | None = None
+        self._lent: WeakSet[Lent] = WeakSet()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -90,18 +93,21 @@ class HostedShard:
     async def work(self, function: Callable[[Shard], T]) -> T:
         """Runs a call that may take long, alone on the shard and off the event loop if the shard is large."""
         async with self._lock:
-            if self._shard.num_bytes < INLINE_BYTES:
-                return function(self._shard)
-            working = asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
-            try:
-                return await asyncio.shield(working)
-            finally:
-                # Whoever waits may be cancelled; the shard is still being worked on, and nobody else may touch it.
-                while not working.done():
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait((working,))
-                if not working.cancelled():
-                    working.exception()  # nobody may be left to be told
+            return await self._run(function)
+
+    async def _run(self, function: Callable[[Shard], T]) -> T:
+        if self._shard.num_bytes < INLINE_BYTES:
+            return function(self._shard)
+        working = asyncio.get_running_loop().run_in_executor(self._arithmetic, function, self._shard)
+        try:
+            return await asyncio.shield(working)
+        finally:
+            # Whoever waits may be cancelled; the shard is still being worked on, and nobody else may touch it.
+            while not working.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait((working,))
+            if not working.cancelled():
+                working.exception()  # nobody may be left to be told
 
     async def apply(self, decision: Decision) -> Applied:
         """Applies a round; `outcome` and `read` go on with what is ready of it meanwhile. Raises as `Shard.apply`."""
@@ -119,7 +125,10 @@ class HostedShard:
                 raise
 
         try:
-            return await self.work(apply)
+            async with self._lock:
+                for lent in self._lent:
+                    lent.take_back()
+                return await self._run(apply)
         finally:
             self._applying = None
             self._changed.notify()
@@ -180,7 +189,7 @@ class HostedShard:
         self._check_failed()
 
     async def read(self, bucket: Bucket, copy: Callable[[int, memoryview], T]) -> T:
-        """What `copy` makes of the shard's round and a bucket's bytes. Nobody changes the bucket meanwhile.
+        """What `copy` makes of the shard's round and a bucket's bytes. Nobody changes the bucket meanwhile; see `lend`.
 
         Raises:
             ModelFailed: the shard can be at no round any more.
@@ -192,6 +201,12 @@ class HostedShard:
         async with self._lock:
             self._check_failed()
             return copy(self._shard.round, self._shard.read(bucket.index))
+
+    def lend(self, memory: memoryview) -> Lent:
+        """Memory that `read` shows, for longer: it is copied if a round changes its bucket before it is let go."""
+        lent = Lent(memory)
+        self._lent.add(lent)
+        return lent
 
     async def read_state(self, bucket: Bucket, copy: Callable[[list[StatePiece]], T]) -> tuple[int, T]:
         """What `copy` makes of a bucket's optimizer state, and the round it is of."""

@@ -22,8 +22,8 @@ from pserver.transport.convert import (
 from pserver.transport.deadline import check_wait_s
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import StateChunk
-from pserver.transport.methods import Sendable, first_of, in_pieces
-from pserver.transport.raw_chunks import Pieces, RawChunk, encode, pieces
+from pserver.transport.methods import Sendable, first_of
+from pserver.transport.raw_chunks import Lent, Pieces, pieces
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
@@ -99,10 +99,9 @@ class ShardService:
             return pb.StepReply()
         result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
         replies = _StepReplies(result)
-        found: list[bytes | memoryview] = []
+        found: list[bytes] = []
         if not request.without_values:
-            async for message in _read(hosted, hosted.exchanged, replies.head):
-                found += in_pieces(message)
+            found = [message.join() async for message in _read(hosted, hosted.exchanged, replies.head)]
         # Messages put end to end are one message.
         return b"".join(found) if found else replies.head(result.round)
 
@@ -189,7 +188,7 @@ def _stage_state(states: StateStaging, request: pb.InitialiseRequest) -> None:
 
 async def _read(
     hosted: HostedShard, buckets: Iterable[Bucket], head: Callable[[int], Message]
-) -> AsyncIterator[bytes | Pieces]:
+) -> AsyncIterator[Pieces]:
     """The values of these buckets as encoded messages, each with a head for the round they are of.
 
     That is the oldest, if the policy allows a mix. With no buckets there is no message.
@@ -200,18 +199,18 @@ async def _read(
     packer = ChunkPacker()
     last_round: int | None = None
 
-    def packed(bucket: Bucket, round_number: int, data: memoryview) -> Sequence[bytes | Pieces]:
+    def packed(bucket: Bucket, round_number: int, data: memoryview) -> list[Pieces]:
         nonlocal last_round
         travelling = hosted.coding.pulled(bucket)
-        as_message: Callable[[Message, Sequence[RawChunk]], bytes | Pieces] = encode
+        lend: Callable[[memoryview], Lent] | None = hosted.lend
         if travelling is not bucket:
-            as_message = pieces  # of a copy, which nobody changes
+            lend = None  # nobody changes this copy
             data = memory_of(tensor_over(data, bucket.dtype).to(travelling.dtype))
         if last_round is not None and last_round != round_number and not hosted.mixed_rounds:
             raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
         # A message may hold values of both; saying the older one hides no staleness.
         last_round = round_number if last_round is None else last_round
-        messages = [as_message(head(last_round), chunks) for chunks in packer.add(travelling, data)]
+        messages = [pieces(head(last_round), chunks, lend) for chunks in packer.add(travelling, data)]
         packer.keep()
         return messages
 
@@ -219,7 +218,7 @@ async def _read(
         for message in await hosted.read(bucket, partial(packed, bucket)):
             yield message
     if last_round is not None and (rest := packer.rest()):
-        yield encode(head(last_round), rest)
+        yield pieces(head(last_round), rest)
 
 
 async def _read_state(hosted: HostedShard) -> AsyncIterator[tuple[int, list[StateChunk]]]:

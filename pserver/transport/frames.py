@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from pserver.errors import InvalidRequest
+from pserver.transport.raw_chunks import Piece, memory_of_piece
 from pserver.wire.tensors import memory_of
 
 _HEADER = struct.Struct("<BI")
@@ -73,7 +74,7 @@ class FrameSocket:
         self._header = memoryview(bytearray(_HEADER.size))
         self._least_bytes = 1
 
-    async def send(self, kind: Kind, *payload: bytes | memoryview) -> None:
+    async def send(self, kind: Kind, *payload: Piece) -> None:
         """Sends a frame; other work of the event loop gets its turn.
 
         Raises:
@@ -85,21 +86,29 @@ class FrameSocket:
             raise ConnectionBroken(str(error)) from None
         await asyncio.sleep(0)  # a socket that is always ready would keep the loop to itself
 
-    async def _send(self, parts: Sequence[bytes | memoryview]) -> None:
-        loop = asyncio.get_running_loop()
-        first = 0
+    async def _send(self, parts: Sequence[Piece]) -> None:
+        first = start = 0  # what is to be sent next: part, and byte of it
         while first < len(parts):
             last = min(first + MAX_PARTS, len(parts))
-            try:
-                sent = self._socket.sendmsg(parts[first:last])
-            except BlockingIOError:
-                sent = 0
-            while first < last and sent >= len(parts[first]):
-                sent -= len(parts[first])
+            # Asked for anew each time: what is lent may have been taken back.
+            memory = [memoryview(memory_of_piece(part)) for part in parts[first:last]]
+            memory[0] = memory[0][start:]
+            with suppress(BlockingIOError):
+                start += self._socket.sendmsg(memory)
+            while first < last and start >= len(parts[first]):
+                start -= len(parts[first])
                 first += 1
             if first < last:  # there is no room for more at the moment
-                await loop.sock_sendall(self._socket, memoryview(parts[first])[sent:])
-                first += 1
+                await self._writable()
+
+    async def _writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        writable = loop.create_future()
+        loop.add_writer(self._socket, _settle, writable)
+        try:
+            await writable
+        finally:
+            loop.remove_writer(self._socket)
 
     async def receive(self, max_bytes: int) -> Frame:
         """The next frame.
@@ -169,3 +178,8 @@ class FrameSocket:
     def close(self) -> None:
         """Frees the connection. Nobody may be sending or receiving; see `break_off`."""
         self._socket.close()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -96,7 +96,7 @@ Handler = Callable[[Any], Any]
 def encode(message: Sendable) -> bytes:
     """The bytes of a message."""
     if isinstance(message, Pieces):
-        return b"".join(message)
+        return message.join()
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 

@@ -5,7 +5,7 @@ field is preceded by its number and kind, fields may come in any order, and mess
 https://protobuf.dev/programming-guides/encoding/
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -44,21 +44,53 @@ def chunks_field(message_type: type[Message]) -> int:
     return field.number if field is not None and field.message_type is Chunk.DESCRIPTOR else 0
 
 
-class Pieces(tuple[bytes | memoryview, ...]):
+class Lent:
+    """Memory whose owner may take it back before it is sent: `memory` is a copy from then on. Of one event loop."""
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def take_back(self) -> None:
+        """The owner's memory may change after this."""
+        self.memory = memoryview(bytes(self.memory))
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+Piece = bytes | memoryview | Lent
+
+
+class Pieces(tuple[Piece, ...]):
     """An encoded message that is not put together; some is memory of others, which may not change until it is sent."""
 
     __slots__ = ()
 
+    def join(self) -> bytes:
+        """The message."""
+        return b"".join(map(memory_of_piece, self))
+
+
+def memory_of_piece(piece: Piece) -> bytes | memoryview:
+    """A piece's bytes, where they are now."""
+    return piece.memory if isinstance(piece, Lent) else piece
+
 
 def encode(head: Message, chunks: Sequence[RawChunk]) -> bytes:
     """A message with chunks besides those that it has itself."""
-    return b"".join(pieces(head, chunks))
+    return pieces(head, chunks).join()
 
 
-def pieces(head: Message, chunks: Sequence[RawChunk]) -> Pieces:
-    """The same without a copy of the chunks' bytes."""
+def pieces(head: Message, chunks: Sequence[RawChunk], lend: Callable[[memoryview], Lent] | None = None) -> Pieces:
+    """The same without a copy of the chunks' bytes.
+
+    Args:
+        lend: how memory is lent that may be taken back; None: it stays as it is.
+    """
     tag = _varint(chunks_field(type(head)) << 3 | _LENGTH)
-    parts: list[bytes | memoryview] = [head.SerializeToString()]
+    parts: list[Piece] = [head.SerializeToString()]
     for chunk in chunks:
         start = b"".join(
             (
@@ -69,7 +101,8 @@ def pieces(head: Message, chunks: Sequence[RawChunk]) -> Pieces:
                 _varint(len(chunk.data)),
             )
         )
-        parts += (b"".join((tag, _varint(len(start) + len(chunk.data)), start)), chunk.data)
+        data = chunk.data if lend is None or isinstance(chunk.data, bytes) else lend(chunk.data)
+        parts += (b"".join((tag, _varint(len(start) + len(chunk.data)), start)), data)
     return Pieces(parts)
 
 

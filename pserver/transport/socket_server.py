@@ -19,6 +19,7 @@ from pserver.transport.methods import (
     in_pieces,
     replies_of,
 )
+from pserver.transport.raw_chunks import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class _Connection:
         finally:
             requests.abandon()
 
-    async def _send(self, kind: Kind, *payload: bytes | memoryview) -> None:
+    async def _send(self, kind: Kind, *payload: Piece) -> None:
         """A client that takes nothing any more must not hold memory for ever: it counts as gone."""
         try:
             async with asyncio.timeout(MAX_PAUSE_S):

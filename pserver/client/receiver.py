@@ -28,10 +28,19 @@ class Receiver:
         self._where = where
         self._targets = {bucket.index: into.bucket_bytes(bucket) for bucket in buckets} if into is not None else {}
         self._received = dict.fromkeys(self._targets, 0)
+        self._placed: memoryview | None = None
         self._round: int | None = None
         self._arrivals = arrivals
         if arrivals is not None:
             arrivals.begin(self._targets.keys())
+
+    def place(self, bucket: int, offset_bytes: int, num_bytes: int) -> memoryview | None:
+        """Where bytes that are about to come belong, to be written there; None: they are none that `take` would."""
+        target, stop = self._targets.get(bucket), offset_bytes + num_bytes
+        if target is None or offset_bytes != self._received[bucket] or stop > len(target):
+            return None
+        self._placed = target[offset_bytes:stop]
+        return self._placed
 
     def take(self, round_number: int, chunks: Iterable[RawChunk]) -> int:
         """Writes one message's chunks; returns their bytes."""
@@ -43,7 +52,8 @@ class Receiver:
                 raise InternalError(
                     f"{self._where} sent bytes {start} to {stop} of bucket {chunk.bucket}, which were not expected"
                 )
-            target[start:stop] = chunk.data
+            if chunk.data is not self._placed:
+                target[start:stop] = chunk.data
             self._received[chunk.bucket] = stop
             num_bytes += len(chunk.data)
             if stop == len(target) and self._arrivals is not None:

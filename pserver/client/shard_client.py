@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -241,7 +241,9 @@ class ShardClient:
         )
         buckets = self._buckets if include_all else self._exchanged
         receiver = self._receiver(buckets, None)
-        call = self._channel.call(SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S)
+        call = self._channel.call(
+            SHARDS["Pull"], one(request), timeout_s=timeout_s + TRANSPORT_SLACK_S, place=receiver.place
+        )
         async with aclosing(call) as replies:
             async for reply in replies:
                 self._traffic.received_bytes += receiver.take(reply.round, reply.chunks)
@@ -336,16 +338,22 @@ class ShardClient:
     async def _step(
         self, requests: AsyncIterator[Sendable], timeout_s: float, arrivals: Callable[[], Arrivals | None]
     ) -> tuple[StepResult, int | None] | None:
-        """Makes the call and takes what comes; None if nothing does. `arrivals` is asked after the first reply."""
-        found: tuple[StepResult, Receiver] | None = None
-        call = self._channel.call(SHARDS["Step"], requests, timeout_s=timeout_s)
+        """Makes the call and takes what comes; None if nothing does. `arrivals` is asked when the first reply comes."""
+        result: StepResult | None = None
+
+        @cache
+        def receiver() -> Receiver:
+            return self._receiver(() if self.readable is not None else self._exchanged, arrivals())
+
+        def place(bucket: int, offset_bytes: int, num_bytes: int) -> memoryview | None:
+            return receiver().place(bucket, offset_bytes, num_bytes)
+
+        call = self._channel.call(SHARDS["Step"], requests, timeout_s=timeout_s, place=place)
         async with aclosing(call) as replies:
             async for reply in replies:
-                if found is None:
-                    buckets = () if self.readable is not None else self._exchanged
-                    found = self._result(reply), self._receiver(buckets, arrivals())
-                self._traffic.received_bytes += found[1].take(reply.round, reply.chunks)
-        return None if found is None else (found[0], found[1].finish())
+                result = result or self._result(reply)
+                self._traffic.received_bytes += receiver().take(reply.round, reply.chunks)
+        return None if result is None else (result, receiver().finish())
 
     # A push that begins before its last gradient is there
 

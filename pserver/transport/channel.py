@@ -1,6 +1,6 @@
 """The seam between this package and a network: one primitive, implemented over gRPC and in process."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -11,6 +11,10 @@ from pserver.transport.methods import Method, Sendable
 M = TypeVar("M", bound=Message)
 
 
+#: Given a bucket, an offset in it and a number of bytes: the memory they belong in; None: nowhere yet.
+Place = Callable[[int, int, int], memoryview | None]
+
+
 class Channel(Protocol):
     """A way to one server. Used from one event loop."""
 
@@ -19,10 +23,18 @@ class Channel(Protocol):
         """Where the server is, for messages to users."""
         ...
 
-    def call(self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float) -> AsyncGenerator[Any, None]:
+    def call(
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
+    ) -> AsyncGenerator[Any, None]:
         """Calls an RPC of any shape; replies come as they arrive: messages of its type, or `Received` ones with chunks.
 
         A reply's chunks are good until the next reply is asked for; requests in pieces, until the call has ended.
+
+        Args:
+            method: the RPC.
+            requests: one, or as many as it takes.
+            timeout_s: for all of it.
+            place: where the channel may put a reply's data itself; the reply's chunk then has that very memory.
 
         Raises (while iterating):
             PserverError: what the server raised, `ServerUnavailable` if it could not be reached or the connection

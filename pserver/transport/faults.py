@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from pserver.errors import ServerUnavailable
-from pserver.transport.channel import Channel, Connector
+from pserver.transport.channel import Channel, Connector, Place
 from pserver.transport.methods import Method, Sendable
 
 
@@ -65,7 +65,7 @@ class _FaultyChannel:
         return self._inner.address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
         kind = self._plan.take(method.name, self.address)
         lost = ServerUnavailable(f"server at {self.address}: injected fault: {kind.value if kind else ''}")
@@ -73,7 +73,7 @@ class _FaultyChannel:
             raise lost
         if kind is FaultKind.BREAK_STREAM:
             requests = _broken(requests, lost)
-        async for reply in self._inner.call(method, requests, timeout_s=timeout_s):
+        async for reply in self._inner.call(method, requests, timeout_s=timeout_s, place=place):
             if kind is None:
                 yield reply
         if kind is not None:

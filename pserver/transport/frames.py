@@ -13,7 +13,7 @@ import asyncio
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
@@ -29,6 +29,10 @@ _HEADER = struct.Struct("<BI")
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 #: While a frame comes, the event loop is woken for so many bytes; each time costs as much as receiving half of them.
 WORTH_WAKING_BYTES = 256 << 10
+#: So many bytes of a large message say where the rest belongs.
+_BEGINNING_BYTES = 512
+#: Smaller messages are received whole.
+LARGE_BYTES = 64 << 10
 #: The kernel takes at most 1024 pieces of memory at once.
 MAX_PARTS = 1024
 
@@ -54,6 +58,10 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
+#: Given the first bytes of a message and its size: where in it something begins that belongs elsewhere, and where.
+Place = Callable[[memoryview, int], tuple[int, memoryview] | None]
+
+
 class FrameSocket:
     """Frames over a connected socket, which it owns. One sender and one receiver at a time, on one event loop.
 
@@ -70,8 +78,9 @@ class FrameSocket:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = connected
         self._reuse = reuse
-        self._memory = memoryview(b"")
+        self._memory = memoryview(bytearray())
         self._header = memoryview(bytearray(_HEADER.size))
+        self._beginning = memoryview(bytearray(_BEGINNING_BYTES))
         self._least_bytes = 1
 
     async def send(self, kind: Kind, *payload: Piece) -> None:
@@ -110,8 +119,11 @@ class FrameSocket:
         finally:
             loop.remove_writer(self._socket)
 
-    async def receive(self, max_bytes: int) -> Frame:
+    async def receive(self, max_bytes: int, place: Place | None = None) -> Frame:
         """The next frame.
+
+        Args:
+            place: asked where the rest of a large message belongs; then the payload is its beginning only.
 
         Raises:
             ConnectionBroken
@@ -121,10 +133,22 @@ class FrameSocket:
         kind, num_bytes = _HEADER.unpack(self._header)
         if num_bytes > max_bytes:
             raise InvalidRequest(f"a message of {num_bytes} bytes came; at most {max_bytes} are accepted")
-        payload = self._memory_for(num_bytes)
-        await self._fill(payload)
+        payload = await self._payload(num_bytes, place if kind == Kind.MESSAGE else None)
         await asyncio.sleep(0)
         return Frame(kind, payload)
+
+    async def _payload(self, num_bytes: int, place: Place | None) -> memoryview:
+        begun = self._beginning if place is not None and num_bytes >= LARGE_BYTES else self._beginning[:0]
+        await self._fill(begun)
+        if begun and (found := place(begun, num_bytes)) is not None:  # type: ignore[misc]
+            start, target = found
+            target[: len(begun) - start] = begun[start:]
+            await self._fill(target[len(begun) - start :])
+            return begun
+        payload = self._memory_for(num_bytes)
+        payload[: len(begun)] = begun
+        await self._fill(payload[len(begun) :])
+        return payload
 
     def _memory_for(self, num_bytes: int) -> memoryview:
         if self._reuse and num_bytes <= len(self._memory):

@@ -10,6 +10,7 @@ import grpc
 
 from pserver.errors import ServerUnavailable
 from pserver.transport.carrier import Carrier
+from pserver.transport.channel import Place
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import CARRY, FIND_STREAMS, Method, Sendable, encode
 from pserver.transport.raw_chunks import decode as decode_message
@@ -61,7 +62,7 @@ class GrpcChannel:
         return self._address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")
@@ -69,20 +70,21 @@ class GrpcChannel:
             yield await self._carrier.call(method, await anext(aiter(requests)), timeout_s=timeout_s)
             return
         if method.bulk and self._sockets is not None and (frames := await self._sockets.connect()) is not None:
-            async with aclosing(self._sockets.call(frames, method, requests, timeout_s=timeout_s)) as replies:
+            call = self._sockets.call(frames, method, requests, timeout_s=timeout_s, place=place)
+            async with aclosing(call) as replies:
                 async for reply in replies:
                     yield reply
             return
         stub = self._stub(method)
         source = _Requests(requests)
         argument: Any = aiter(source) if method.client_streaming else await anext(aiter(requests))
-        call = stub(argument, timeout=timeout_s)
+        made = stub(argument, timeout=timeout_s)
         try:
             if method.server_streaming:
-                async for reply in call:
+                async for reply in made:
                     yield reply
             else:
-                yield await call
+                yield await made
         except grpc.aio.AioRpcError as error:
             raise source.failure or from_rpc_error(error, self._address) from None
         except (asyncio.CancelledError, grpc.aio.UsageError):
@@ -92,7 +94,7 @@ class GrpcChannel:
             closed = ServerUnavailable(f"server at {self._address}: the channel was closed during a call")
             raise source.failure or closed from None
         finally:
-            call.cancel()
+            made.cancel()
 
     async def close(self) -> None:
         self._closed = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pserver.errors import DeadlineExceeded, InternalError, PserverError, ServerUnavailable
+from pserver.transport.channel import Place
 from pserver.transport.deadline import Deadline
 from pserver.transport.methods import Handler, Method, Sendable, encode, replies_of
 from pserver.transport.raw_chunks import decode as decode_message
@@ -58,7 +59,7 @@ class InProcessChannel:
         return self._address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
         if self._closed:
             raise ServerUnavailable(f"server at {self._address}: the channel was closed")

@@ -5,7 +5,7 @@ field is preceded by its number and kind, fields may come in any order, and mess
 https://protobuf.dev/programming-guides/encoding/
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -139,7 +139,56 @@ def _chunk(memory: memoryview) -> RawChunk:
             data = value
         elif kind == _VARINT:
             found[number] = value
+    return _raw_chunk(found, data)
+
+
+def _raw_chunk(found: Mapping[int, int], data: memoryview) -> RawChunk:
     return RawChunk(_signed(found.get(_BUCKET, 0), 32), _signed(found.get(_OFFSET, 0), 64), found.get(_DTYPE, 0), data)
+
+
+class Beginning(NamedTuple):
+    """A message that ends with the data of its only chunk: all else of it, and at which byte the data begins."""
+
+    head: Message
+    chunk: RawChunk
+    start: int
+
+    def with_data(self, data: memoryview) -> Received:
+        """The message."""
+        return Received(self.head, [self.chunk._replace(data=data)])
+
+
+def beginning(message_type: type[Message], memory: memoryview, num_bytes: int) -> Beginning | None:
+    """The first bytes of a message of `num_bytes`, if it is such a one and its data begins in them."""
+    try:
+        start, position = _find(memory, 0, chunks_field(message_type), num_bytes, {})
+        found: dict[int, int] = {}
+        _, position = _find(memory, position, _DATA, num_bytes, found)
+        return Beginning(message_type.FromString(bytes(memory[:start])), _raw_chunk(found, memory[:0]), position)
+    except DecodeError:
+        return None
+
+
+def _find(memory: memoryview, position: int, wanted: int, end: int, numbers: dict[int, int]) -> tuple[int, int]:
+    """Where a field begins that goes up to `end`, and where its bytes do; notes the numbers before it.
+
+    Raises:
+        DecodeError: it is not in this memory.
+    """
+    while position < len(memory):
+        start = position
+        tag, position = _read_varint(memory, position)
+        value, position = _read_varint(memory, position)
+        match tag >> 3, tag & 7:
+            case number, kind if kind == _VARINT:
+                numbers[number] = value
+            case number, kind if kind == _LENGTH and number != wanted:
+                position += value
+            case _, kind if kind == _LENGTH and position + value == end:
+                return start, position
+            case _:
+                break
+    raise DecodeError(f"no field {wanted} goes from here up to byte {end}")
 
 
 def _fields(memory: memoryview) -> Iterator[tuple[int, int, int, Any, int]]:

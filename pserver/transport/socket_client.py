@@ -9,10 +9,12 @@ from typing import Any
 
 from pserver.config import parse_address
 from pserver.errors import ProtocolMismatch, ServerUnavailable
+from pserver.transport.channel import Place
 from pserver.transport.deadline import Deadline
 from pserver.transport.frames import ConnectionBroken, FrameSocket, Kind
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.methods import MAX_LARGE_REQUEST_BYTES, Method, Sendable, in_pieces
+from pserver.transport.raw_chunks import Received, beginning
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_wire, unanswered
 
@@ -91,18 +93,26 @@ class SocketStreams:
         return frames
 
     async def call(
-        self, frames: FrameSocket, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self,
+        frames: FrameSocket,
+        method: Method,
+        requests: AsyncIterable[Sendable],
+        *,
+        timeout_s: float,
+        place: Place | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Makes a call over a connection, which is of no further use to the caller; raises as `Channel.call` does."""
         deadline = Deadline(timeout_s)
         sending = asyncio.create_task(_send(frames, method, requests))
+        placing = None if place is None else _Placing(method, place)
         clean = False
         try:
             while True:
-                kind, payload = await self._next(frames, method, deadline)
+                kind, payload = await self._next(frames, method, deadline, placing)
                 if kind != Kind.MESSAGE:
                     break
-                yield decode_message(method.reply_type, payload)
+                placed = None if placing is None else placing.take()
+                yield decode_message(method.reply_type, payload) if placed is None else placed
             clean = sending.done()
             if kind == Kind.ERROR:
                 error = pb.CarriedError.FromString(bytes(payload))
@@ -124,10 +134,12 @@ class SocketStreams:
             await asyncio.wait((sending,))
             self._give_back(frames, reusable=clean and sending.exception() is None)
 
-    async def _next(self, frames: FrameSocket, method: Method, deadline: Deadline) -> tuple[int, memoryview]:
+    async def _next(
+        self, frames: FrameSocket, method: Method, deadline: Deadline, placing: "_Placing | None"
+    ) -> tuple[int, memoryview]:
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                return await frames.receive(MAX_LARGE_REQUEST_BYTES)
+                return await frames.receive(MAX_LARGE_REQUEST_BYTES, placing)
         except TimeoutError:
             raise unanswered(self._address, method.path, deadline.timeout_s) from None
 
@@ -146,6 +158,31 @@ class SocketStreams:
         for frames in self._idle:
             frames.close()
         self._idle.clear()
+
+
+class _Placing:
+    """Has the data of replies received where it belongs."""
+
+    def __init__(self, method: Method, place: Place) -> None:
+        self._reply_type = method.reply_type
+        self._place = place
+        self._reply: Received | None = None
+
+    def __call__(self, memory: memoryview, num_bytes: int) -> tuple[int, memoryview] | None:
+        """See `frames.Place`."""
+        begun = beginning(self._reply_type, memory, num_bytes)
+        if begun is None:
+            return None
+        target = self._place(begun.chunk.bucket, begun.chunk.offset_bytes, num_bytes - begun.start)
+        if target is None:
+            return None
+        self._reply = begun.with_data(target)
+        return begun.start, target
+
+    def take(self) -> Received | None:
+        """The reply received last, if its data was placed."""
+        reply, self._reply = self._reply, None
+        return reply
 
 
 async def _send(frames: FrameSocket, method: Method, requests: AsyncIterable[Sendable]) -> None:

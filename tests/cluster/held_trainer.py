@@ -106,13 +106,13 @@ class HeldChannel:
     def address(self):
         return self._inner.address
 
-    async def call(self, method, requests, *, timeout_s):
+    async def call(self, method, requests, *, timeout_s, place=None):
         if not self._hold.concerns(method):
-            async for reply in self._inner.call(method, requests, timeout_s=timeout_s):
+            async for reply in self._inner.call(method, requests, timeout_s=timeout_s, place=place):
                 yield reply
             return
         held = self._hold.requests(method, self.address, requests)
-        async for reply in self._hold.replies(self._inner.call(method, held, timeout_s=timeout_s)):
+        async for reply in self._hold.replies(self._inner.call(method, held, timeout_s=timeout_s, place=place)):
             yield reply
 
     async def close(self):

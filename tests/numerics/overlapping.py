@@ -14,7 +14,7 @@ from pserver.errors import ServerUnavailable
 from pserver.optim import RemoteOptimizer
 from pserver.testing.local_cluster import LocalCluster
 from pserver.transport import chunks
-from pserver.transport.channel import Channel, Connector
+from pserver.transport.channel import Channel, Connector, Place
 from pserver.transport.methods import Method, Sendable
 from pserver.wire.layout import STORED
 from tests.numerics.training import (
@@ -178,10 +178,10 @@ class _HoldingChannel:
         return self._inner.address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
         number = 0
-        async for reply in self._inner.call(method, requests, timeout_s=timeout_s):
+        async for reply in self._inner.call(method, requests, timeout_s=timeout_s, place=place):
             if method.name == "Step":
                 await self._replies.pass_on(number, lambda: self._closed)
                 number += 1

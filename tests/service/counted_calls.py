@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pserver.transport.channel import Connector
+from pserver.transport.channel import Connector, Place
 from pserver.transport.methods import Method, Sendable
 
 
@@ -43,10 +43,10 @@ class _CountedChannel:
         return self._inner.address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
         self._calls.made[method.name] += 1
-        async for reply in self._inner.call(method, self._sent(method, requests), timeout_s=timeout_s):
+        async for reply in self._inner.call(method, self._sent(method, requests), timeout_s=timeout_s, place=place):
             self._calls.received[method.name] += 1
             yield reply
 

@@ -14,7 +14,7 @@ import pserver
 from pserver.client.cluster import Cluster, channels_for
 from pserver.server.hosted_shard import HostedShard
 from pserver.transport import methods
-from pserver.transport.channel import Channel
+from pserver.transport.channel import Channel, Place
 from pserver.transport.chunks import MESSAGE_BYTES
 from pserver.transport.methods import Method, Sendable
 from pserver.wire.layout import Bucket
@@ -102,9 +102,9 @@ class HeldChannel:
         return self._inner.address
 
     async def call(
-        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float
+        self, method: Method, requests: AsyncIterable[Sendable], *, timeout_s: float, place: Place | None = None
     ) -> AsyncGenerator[Any, None]:
-        async for reply in self._inner.call(method, requests, timeout_s=timeout_s):
+        async for reply in self._inner.call(method, requests, timeout_s=timeout_s, place=place):
             if method.name == "Step":
                 await self._hold.pass_one()
             yield reply

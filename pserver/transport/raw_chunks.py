@@ -178,16 +178,21 @@ def _find(memory: memoryview, position: int, wanted: int, end: int, numbers: dic
     while position < len(memory):
         start = position
         tag, position = _read_varint(memory, position)
+        number, kind = tag >> 3, tag & 7
+        if kind in (_FIXED64, _FIXED32):
+            position += 8 if kind == _FIXED64 else 4
+            continue
         value, position = _read_varint(memory, position)
-        match tag >> 3, tag & 7:
-            case number, kind if kind == _VARINT:
-                numbers[number] = value
-            case number, kind if kind == _LENGTH and number != wanted:
-                position += value
-            case _, kind if kind == _LENGTH and position + value == end:
-                return start, position
-            case _:
-                break
+        if not number or kind not in (_VARINT, _LENGTH):
+            break
+        if kind == _VARINT:
+            numbers[number] = value
+        elif number != wanted:
+            position += value
+        elif position + value == end:
+            return start, position
+        else:
+            break
     raise DecodeError(f"no field {wanted} goes from here up to byte {end}")
 
 

@@ -14,6 +14,7 @@ from pserver.core.messages import Applied, Decision
 from pserver.core.shard import Progress
 from pserver.errors import DeadlineExceeded, ModelFailed
 from pserver.server.hosted_shard import INLINE_BYTES, HostedShard
+from pserver.transport.raw_chunks import Lent
 from pserver.types import PushId, StepResult
 from tests.waiting import run_limited
 
@@ -51,7 +52,7 @@ class SlowShard:
         self.spec = SimpleNamespace(name="slow")
         self.round = 0
         self.failure: str | None = None
-        self.values = [0, 0, 0]
+        self.memory = [bytearray(1) for _ in range(3)]
         self.let = threading.Semaphore(0)
         self.error: Exception | None = None
         self._outcomes: dict[PushId, Any] = {PUSH: "waits"}
@@ -62,7 +63,7 @@ class SlowShard:
             assert self.let.acquire(timeout=LIMIT_S)
             if self.error is not None:
                 raise self.error
-            self.values[number] = decided.round
+            self.memory[number][0] = decided.round
             progress.stepped(number)
         assert self.let.acquire(timeout=LIMIT_S)
         self.round = decided.round
@@ -73,7 +74,7 @@ class SlowShard:
         return self._outcomes.get(push_id)
 
     def read(self, bucket: int) -> memoryview:
-        return memoryview(bytes([self.values[bucket]]))
+        return memoryview(self.memory[bucket])
 
 
 @asynccontextmanager
@@ -90,6 +91,12 @@ def read(hosted: HostedShard, bucket: int) -> "asyncio.Task[tuple[int, int]]":
     """The round that a bucket is said to be of, and its value."""
     return asyncio.create_task(
         hosted.read(BUCKETS[bucket], lambda round_number, data: (round_number, data[0]))  # type: ignore[arg-type]
+    )
+
+
+def lend(hosted: HostedShard, bucket: int) -> "asyncio.Task[Lent]":
+    return asyncio.create_task(
+        hosted.read(BUCKETS[bucket], lambda _, data: hosted.lend(data))  # type: ignore[arg-type]
     )
 
 
@@ -156,4 +163,44 @@ def test_who_waits_for_another_round_is_not_told_of_this_one() -> None:
             with pytest.raises(DeadlineExceeded):
                 await waiting
 
+    run_limited(scenario(), LIMIT_S)
+
+
+def test_a_bucket_that_is_lent_keeps_the_values_of_its_round() -> None:
+    async def scenario() -> None:
+        async with hosting() as (shard, hosted):
+            first = await lend(hosted, 0)
+            assert first.memory.obj is shard.memory[0]
+            shard.let.release(4)
+            await hosted.apply(decision(1))
+            assert bytes(first.memory) == b"\0"  # of before
+            applying = asyncio.create_task(hosted.apply(decision(2)))
+            shard.let.release(1)
+            early = await lend(hosted, 0)  # of the round that is being applied, and in nobody's way
+            waiting = lend(hosted, 1)
+            await rest()
+            shard.let.release(3)
+            await applying
+            assert early.memory.obj is shard.memory[0]
+            assert (await waiting).memory.obj is shard.memory[1]
+            shard.let.release(4)
+            await hosted.apply(decision(3))
+            assert [bytes(each.memory) for each in (first, early, waiting.result())] == [b"\0", b"\2", b"\2"]
+            assert [bytes(each) for each in shard.memory] == [b"\3"] * 3
+
+    run_limited(scenario(), LIMIT_S)
+
+
+def test_what_was_let_go_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with hosting() as (shard, hosted):
+            lent = [await lend(hosted, number) for number in range(3)]
+            del lent[1:]
+            await rest()
+            shard.let.release(4)
+            await hosted.apply(decision(1))
+            assert taken_back == lent
+
+    taken_back: list[Lent] = []
+    monkeypatch.setattr(Lent, "take_back", lambda lent: taken_back.append(lent))
     run_limited(scenario(), LIMIT_S)

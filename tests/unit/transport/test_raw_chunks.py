@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.gen.types_pb2 import Chunk
-from pserver.transport.raw_chunks import RawChunk, Received, chunks_field, decode, encode
+from pserver.transport.raw_chunks import Lent, RawChunk, Received, beginning, chunks_field, decode, encode, pieces
 
 TYPES = (pb.InitialiseRequest, pb.StepRequest, pb.PullReply, pb.StepReply)
 
@@ -90,3 +90,41 @@ def test_every_type_that_carries_tensors_is_known(message_type):
 
 def test_a_message_without_chunks_is_plain():
     assert decode(pb.PullRequest, pb.PullRequest(min_round=4).SerializeToString()) == pb.PullRequest(min_round=4)
+
+
+@given(heads, raw_chunks.filter(lambda chunk: len(chunk.data) > 0), st.integers(0, 400))
+def test_the_beginning_of_a_message_says_where_the_data_of_its_chunk_begins(head, chunk, cut):
+    message = encode(head, [chunk])
+    found = beginning(type(head), memoryview(message)[:cut], len(message))
+    assert (found is not None) == (cut >= len(message) - len(chunk.data))
+    if found is not None:
+        assert message[found.start :] == chunk.data
+        assert whole(found.with_data(memoryview(chunk.data))) == whole(decode(type(head), message))
+
+
+@given(heads, st.lists(raw_chunks.filter(lambda chunk: len(chunk.data) > 0), min_size=2, max_size=3))
+def test_a_message_of_several_chunks_has_no_such_beginning(head, chunks):
+    message = encode(head, chunks)
+    assert beginning(type(head), memoryview(message), len(message)) is None
+
+
+@given(heads, raw_chunks, st.data())
+def test_a_spoilt_beginning_is_none_or_one_of_the_message(head, chunk, data):
+    message = bytearray(encode(head, [chunk]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    found = beginning(type(head), memoryview(message), len(message))
+    if found is not None:
+        decoded = decode(type(head), bytes(message))
+        assert whole(found.with_data(memoryview(message)[found.start :])) == whole(decoded)
+
+
+def test_memory_that_is_lent_is_sent_as_it_was_when_it_is_taken_back():
+    memory = bytearray(b"before")
+    message = pieces(pb.PullReply(round=3), [RawChunk(1, 0, 1, memoryview(memory)), RawChunk(2, 0, 1, b"own")], Lent)
+    lent = [each for each in message if isinstance(each, Lent)]
+    assert len(lent) == 1
+    assert lent[0].memory.obj is memory
+    lent[0].take_back()
+    memory[:] = b"after!"
+    assert [bytes(each.data) for each in decode(pb.PullReply, message.join()).chunks] == [b"before", b"own"]

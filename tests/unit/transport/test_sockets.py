@@ -13,10 +13,11 @@ import pytest
 
 from pserver.errors import DeadlineExceeded, InvalidRequest, ProtocolMismatch, ServerUnavailable
 from pserver.transport import socket_client, socket_server
-from pserver.transport.frames import MAX_PARTS, ConnectionBroken, FrameSocket, Kind
+from pserver.transport.frames import LARGE_BYTES, MAX_PARTS, ConnectionBroken, FrameSocket, Kind
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.gen.shards_pb2 import PullReply, PullRequest
 from pserver.transport.methods import COORDINATOR, MAX_REQUEST_BYTES, SHARDS
+from pserver.transport.raw_chunks import Lent, Pieces, RawChunk, pieces
 from pserver.transport.socket_client import SocketStreams
 from pserver.transport.socket_server import MAX_STRANGERS, SocketServer
 from tests.waiting import run_limited
@@ -185,14 +186,34 @@ def test_a_message_of_many_pieces_arrives_whole() -> None:
     async def scenario() -> None:
         near, far = socket.socketpair()
         sender, receiver = (FrameSocket(_like_tcp(each), reuse=False) for each in (near, far))
-        pieces = [bytes([number % 251]) * (number % 700) for number in range(3 * MAX_PARTS)]
-        sending = asyncio.create_task(sender.send(Kind.MESSAGE, *pieces))
+        parts = [bytes([number % 251]) * (number % 700) for number in range(3 * MAX_PARTS)]
+        sending = asyncio.create_task(sender.send(Kind.MESSAGE, *parts))
         kind, payload = await receiver.receive(1 << 24)
         await sending
-        assert (kind, bytes(payload)) == (Kind.MESSAGE, b"".join(pieces))
+        assert (kind, bytes(payload)) == (Kind.MESSAGE, b"".join(parts))
         sender.close()
         assert receiver.hung_up
         assert not receiver.quiet
+        receiver.close()
+
+    run_limited(scenario(), LIMIT_S)
+
+
+def test_memory_that_is_taken_back_while_it_is_sent_arrives_as_it_was() -> None:
+    async def scenario() -> None:
+        near, far = socket.socketpair()
+        sender, receiver = (FrameSocket(_like_tcp(each), reuse=False) for each in (near, far))
+        memory = bytearray(Random(1).randbytes(1 << 22))
+        before, lent = bytes(memory), Lent(memoryview(memory))
+        sending = asyncio.create_task(sender.send(Kind.MESSAGE, b"head", lent, b"tail"))
+        await asyncio.sleep(0.1)
+        assert not sending.done()  # some of it has gone, and there is no room for more
+        lent.take_back()
+        memory[:] = bytes(len(memory))
+        _, payload = await receiver.receive(1 << 24)
+        await sending
+        assert bytes(payload) == b"head" + before + b"tail"
+        sender.close()
         receiver.close()
 
     run_limited(scenario(), LIMIT_S)
@@ -223,6 +244,45 @@ async def pulled(streams: SocketStreams, rounds: int = 3, timeout_s: float = LIM
 
     async with aclosing(streams.call(frames, PULL, requests(), timeout_s=timeout_s)) as replies:
         return [reply.round async for reply in replies]
+
+
+VALUES = Random(2).randbytes(3 * LARGE_BYTES)
+
+
+async def one_bucket(request: PullRequest) -> AsyncIterator[Pieces]:
+    """The same values in replies of growing size, none of them where the last one was."""
+    for number in range(3):
+        yield pieces(PullReply(round=number), [RawChunk(number, 0, 1, VALUES[: (number + 1) * LARGE_BYTES])])
+
+
+@pytest.mark.parametrize("placed", [(), (0,), (1,), (0, 1, 2)], ids=str)
+def test_data_is_received_where_it_is_placed_and_nowhere_else(placed: tuple[int, ...]) -> None:
+    places = {number: memoryview(bytearray((number + 1) * LARGE_BYTES)) for number in placed}
+
+    async def requests() -> AsyncIterator[PullRequest]:
+        yield PullRequest()
+
+    async def scenario() -> None:
+        async with serving(one_bucket) as served:
+
+            async def find() -> pb.FindStreamsReply:
+                return served.place
+
+            streams = SocketStreams(f"{HOST}:1", find)
+            frames = await streams.connect()
+            assert frames is not None
+            call = streams.call(
+                frames, PULL, requests(), timeout_s=LIMIT_S, place=lambda bucket, _offset, _size: places.get(bucket)
+            )
+            async with aclosing(call) as replies:
+                async for reply in replies:
+                    (chunk,) = reply.chunks
+                    assert chunk.bucket == reply.round
+                    assert bytes(chunk.data) == VALUES[: (chunk.bucket + 1) * LARGE_BYTES]
+                    assert (chunk.data is places.get(chunk.bucket)) == (chunk.bucket in places)
+            await streams.close()
+
+    run_limited(scenario(), LIMIT_S)
 
 
 def test_connections_are_used_again_and_a_dead_one_is_replaced() -> None:

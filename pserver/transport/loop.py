@@ -4,11 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, TypeVar
+from contextvars import Context
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from pserver.errors import InternalError, ServerUnavailable
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -38,11 +40,31 @@ class Running(Generic[T]):
             raise
 
 
-class LoopThread:
-    """Runs coroutines on a daemon thread. `run` may be called from any other thread."""
+class _Loop(asyncio.SelectorEventLoop):
+    """What comes for it once it is closed goes nowhere.
 
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+    gRPC's events of all loops of a process are handed out by any of them, also late ones of a loop that is gone: with
+    asyncio's own, that would put a traceback on the user's screen.
+    """
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        if self.is_closed():
+            return asyncio.Handle(callback, args, self, context)
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+class LoopThread:
+    """Runs coroutines on a daemon thread. `run` may be called from any other thread.
+
+    Args:
+        name: of the thread.
+        loop: what runs on it, owned from now on; None: an ordinary one.
+    """
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = _Loop() if loop is None else loop
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
     def start(self) -> None:
@@ -73,7 +95,10 @@ class LoopThread:
         if not self.running or threading.current_thread() is self._thread:
             coroutine.close()
             raise InternalError("the network thread does not run, or waits for itself; the cluster may be closed")
-        return Running(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if self._loop.is_closed():  # meanwhile
+            future.cancel()
+        return Running(future)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine in the background, until it ends or `close`."""

@@ -72,14 +72,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SkippingLoop]:
     loop = SkippingLoop()
-
-    class SkippingLoopThread(LoopThread):
-        def __init__(self, name: str) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(asyncio, "new_event_loop", lambda: loop)
-                super().__init__(name)
-
-    monkeypatch.setattr(local_cluster, "LoopThread", SkippingLoopThread)
+    monkeypatch.setattr(local_cluster, "LoopThread", lambda name: LoopThread(name, loop))
     return loop
 
 

@@ -1,10 +1,14 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.routes import ROUTES, Route
+
+# What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ class Receiver:
 
     Args:
         where: the server, for messages.
-        buckets: those that come, as they travel; into: where they belong, if there are any.
+        buckets: those that come; into: where they belong, if there are any.
         arrivals: told of each bucket that is whole.
     """
 

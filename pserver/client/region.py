@@ -68,6 +68,7 @@ class Region:
         elif self._on_cuda:
             memory = registered_with_driver(memory)
         self._memory = memory
+        self._casts = any(bucket.dtype != layout.buckets[bucket.index].dtype for bucket in offsets.buckets)
         self._stretches: dict[int, _Stretch] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         on_flat = _tensors_by_flat(layout)
@@ -110,8 +111,7 @@ class Region:
                     sources.append(piece.of(tensor))
         if absent:
             torch._foreach_zero_(absent)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        self._copy(targets, sources)
         if self._on_cuda:
             self._copy_between(self._runs() if buckets is None else self._of(buckets), to_host=True)
 
@@ -126,9 +126,22 @@ class Region:
         if self._on_cuda:
             self._copy_between(self._runs() if buckets is None else self._of(buckets), to_host=False)
         found = [(piece, tensor) for index, tensor in tensors.items() for piece in self._pieces.get(index, ())]
-        if found:
-            targets = [tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop] for piece, tensor in found]
-            torch._foreach_copy_(targets, [piece.view for piece, _ in found])
+        targets = [tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop] for piece, tensor in found]
+        self._copy(targets, [piece.view for piece, _ in found])
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copies each source into its target."""
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        if self._casts:
+            # On CUDA some versions of torch take all targets for the dtype of the first: pytorch/pytorch issue 173383.
+            for target, source in zip(targets, sources, strict=True):
+                into, of = groups.setdefault((target.dtype, source.dtype), ([], []))
+                into.append(target)
+                of.append(source)
+        elif targets:
+            groups[targets[0].dtype, sources[0].dtype] = targets, sources
+        for into, of in groups.values():
+            torch._foreach_copy_(into, of)
 
     @torch.no_grad()
     def holds(self, index: int, tensor: torch.Tensor) -> bool:

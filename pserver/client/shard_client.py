@@ -152,7 +152,15 @@ class ShardClient:
 
     def holds(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the values here of a tensor are its own: those read last, or those of the server now."""
-        return (self.incoming if self.readable is None else self.readable.incoming).holds(index, tensor)
+        return self._values.holds(index, tensor)
+
+    def cuts(self, index: int) -> bool:
+        """Whether some of a tensor lies here, but not all."""
+        return self._values.cuts(index)
+
+    @property
+    def _values(self) -> Region:
+        return self.incoming if self.readable is None else self.readable.incoming
 
     def read_(self, tensors: Mapping[int, torch.Tensor], *, mixed_rounds: bool) -> int | None:
         """Copies values from shared memory into tensors; see `MappedShard.read_`."""

@@ -272,7 +272,7 @@ class Shards:
         return min(rounds.values(), default=0)
 
     def _cut(self, index: int) -> bool:
-        return len(self._clients) > 1 and any(shard.outgoing.cuts(index) for shard in self._clients)
+        return len(self._clients) > 1 and any(shard.cuts(index) for shard in self._clients)
 
     def _pull(self, shards: Sequence[ShardClient], min_round: int, *, include_all: bool) -> dict[str, int]:
         """Reads values into `incoming` by messages; their rounds by server."""

@@ -14,7 +14,6 @@ from pserver.wire.compress import (
     Codec,
     Float16,
     GradBucket,
-    HalfCodec,
     NoCompression,
     TensorSegment,
     codec_for,
@@ -99,7 +98,7 @@ class Coding:
 
     def _of(self, codec: Codec, bucket: Bucket) -> BucketCoding | None:
         codec = codec_for(codec, bucket.dtype)
-        if bucket.group < 0 or isinstance(codec, NoCompression | HalfCodec):
+        if bucket.group < 0 or isinstance(codec, NoCompression) or _dtype_of(codec) is not None:
             return None
         segments = []
         for each in self._layout.segments[bucket.index]:
@@ -116,6 +115,12 @@ class Coding:
 
 def _cast(codec: Codec, bucket: Bucket) -> Bucket:
     """The bucket in the dtype that the codec casts it to, if it casts it and does nothing else."""
-    if bucket.group < 0 or not isinstance(codec, HalfCodec) or not bucket.dtype.is_floating_point:
+    dtype = _dtype_of(codec)
+    if bucket.group < 0 or dtype is None or not bucket.dtype.is_floating_point:
         return bucket
-    return replace(bucket, dtype=codec.dtype) if codec.dtype.itemsize < bucket.dtype.itemsize else bucket
+    return replace(bucket, dtype=dtype) if dtype.itemsize < bucket.dtype.itemsize else bucket
+
+
+def _dtype_of(codec: Codec) -> torch.dtype | None:
+    """What a codec casts to; None if it does anything else, as a class derived from these may."""
+    return codec.dtype if type(codec) is Float16 or type(codec) is BFloat16 else None

@@ -126,7 +126,8 @@ class HostedShard:
 
         try:
             async with self._lock:
-                for lent in self._lent:
+                taken, self._lent = self._lent, WeakSet()
+                for lent in taken:
                     lent.take_back()
                 return await self._run(apply)
         finally:

@@ -203,7 +203,7 @@ async def _read(
         nonlocal last_round
         travelling = hosted.coding.pulled(bucket)
         lend: Callable[[memoryview], Lent] | None = hosted.lend
-        if travelling is not bucket:
+        if travelling.dtype != bucket.dtype:
             lend = None  # nobody changes this copy
             data = memory_of(tensor_over(data, bucket.dtype).to(travelling.dtype))
         if last_round is not None and last_round != round_number and not hosted.mixed_rounds:

@@ -161,8 +161,8 @@ class FrameSocket:
     async def _fill(self, memory: memoryview) -> None:
         loop = asyncio.get_running_loop()
         while memory:
-            self._wait_for_at_least(min(len(memory), WORTH_WAKING_BYTES))
             try:
+                self._wait_for_at_least(min(len(memory), WORTH_WAKING_BYTES))
                 received = await loop.sock_recv_into(self._socket, memory)
             except OSError as error:
                 raise ConnectionBroken(str(error)) from None

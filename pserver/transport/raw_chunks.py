@@ -1,4 +1,4 @@
-"""Messages with chunks, encoded and decoded with one copy of the chunks' bytes going out and none coming in.
+"""Messages with chunks, encoded and decoded with at most one copy of the chunks' bytes going out and none coming in.
 
 Protobuf's own objects copy each chunk several times on both sides. The bytes on the wire are the same as theirs: every
 field is preceded by its number and kind, fields may come in any order, and messages may be put end to end.

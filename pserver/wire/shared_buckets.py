@@ -1,7 +1,7 @@
 """Buckets in one piece of memory: where each lies, and words beside them that order readers and writers.
 
-The memory begins with a header, then has a word of 8 bytes for each bucket, then the buckets, each at a 64-byte
-boundary, those that follow each other in a flat end to end. What a word means is the two sides' agreement:
+The memory begins with a header, then has a word of 8 bytes for each bucket, then the buckets: those that follow each
+other in a flat end to end, the first of them at a 64-byte boundary. What a word means is the two sides' agreement:
 
 - for values, the round of the bucket, doubled, plus 1 while it is being written: a seqlock
   (https://www.kernel.org/doc/html/latest/locking/seqlock.html), whose writer is alone and whose readers try again;
@@ -42,10 +42,12 @@ class BucketOffsets:
         self._offsets: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         for number, bucket in enumerate(self.buckets):
+            if not number or not _follows(self.buckets[number - 1], bucket):
+                position = -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             self._offsets[bucket.index] = position
             self._numbers[bucket.index] = number
-            position += -(-bucket.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.num_bytes = position
+            position += bucket.num_bytes
+        self.num_bytes = -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def range_of(self, bucket: int) -> slice:
         """The bytes of a bucket."""
@@ -60,13 +62,15 @@ class BucketOffsets:
         """The buckets, grouped so that each group is one stretch of a flat and of the memory."""
         groups: list[list[Bucket]] = [[each] for each in self.buckets[:1]]
         for before, bucket in pairwise(self.buckets):
-            follows = before.flat == bucket.flat and before.stop == bucket.start
-            gapless = self._offsets[before.index] + before.num_bytes == self._offsets[bucket.index]
-            if follows and gapless:
+            if _follows(before, bucket):
                 groups[-1].append(bucket)
             else:
                 groups.append([bucket])
         return [tuple(each) for each in groups]
+
+
+def _follows(before: Bucket, bucket: Bucket) -> bool:
+    return before.flat == bucket.flat and before.stop == bucket.start
 
 
 class SharedBuckets:

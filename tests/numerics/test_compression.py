@@ -21,7 +21,7 @@ from pserver.compress import (
 )
 from pserver.testing.local_cluster import LocalCluster
 from pserver.transport.faults import Fault, FaultKind
-from pserver.wire.compress import CODECS
+from pserver.wire.compress import CODECS, BucketShape
 from tests.numerics.compressing import (
     ENCODED,
     FED_BACK,
@@ -56,6 +56,35 @@ def cluster(cluster_of: Callable[[int], LocalCluster]) -> LocalCluster:
     return cluster_of(2)
 
 
+class Scaled(Float16):
+    """Keeps what would be lost below the range of float16."""
+
+    name = "scaled"
+
+    def compress(self, buffer: torch.Tensor) -> torch.Tensor:
+        return super().compress(buffer * 1024)
+
+    def expand(self, data: torch.Tensor, shape: BucketShape) -> torch.Tensor:
+        return super().expand(data, shape) / 1024
+
+
+def test_a_class_derived_from_one_that_only_casts_does_what_it_does(cluster: LocalCluster, name: str) -> None:
+    def program(session: Cluster) -> float:
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = pserver.optim.RemoteOptimizer(
+            torch.optim.SGD, [("weight", weight)], lr=1.0, name=name, cluster=session, compress=Scaled()
+        )
+        weight.grad = torch.full_like(weight, 2.0**-26)  # zero in float16
+        optimizer.step()
+        return weight[0].item()
+
+    register_codec(Scaled)
+    try:
+        assert cluster.train(1, program) == [-(2.0**-26)]
+    finally:
+        CODECS.pop(Scaled.name)
+
+
 # Bits
 
 
@@ -72,6 +101,47 @@ def test_trainers_agree_and_every_route_gives_the_same_bits(
             )
     for found in runs:
         assert_same_bits(found, runs[0])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("codec", [NoCompression(), BFloat16()], ids=str)
+@pytest.mark.parametrize("pull_dtype", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_tensors_that_are_not_contiguous_travel_in_any_dtype(
+    servers: int,
+    transport: str,
+    codec: Codec,
+    pull_dtype: torch.dtype | None,
+    late: bool,
+    cluster_of: Callable[[int], LocalCluster],
+    name: str,
+) -> None:
+    """Rounding leaves these values as they are, and puts buckets of an odd number of 64 bytes elsewhere."""
+
+    def program(session: Cluster) -> None:
+        layers = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3) for _ in range(4))).to(
+            memory_format=torch.channels_last
+        )
+        layers[1].weight.requires_grad_(False)
+        before = {}
+        for index, (key, parameter) in enumerate(layers.named_parameters()):
+            with torch.no_grad():
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) % 200 + index)
+            before[key] = parameter.detach().clone()
+        options = {"bucket_bytes": 64 * 3, "compress": codec, "pull_dtype": pull_dtype, "late_pull": late}
+        optimizer = pserver.optim.RemoteOptimizer(
+            torch.optim.SGD, layers, lr=1.0, name=name, cluster=session, **options
+        )
+        for parameter in layers.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+        for _ in range(2):
+            optimizer.step()
+        for key, parameter in layers.named_parameters():
+            assert torch.equal(parameter, before[key] - 2 * parameter.requires_grad), key
+
+    cluster_of(servers).train(1, program, transport=transport)
 
 
 @pytest.mark.parametrize("way", WAYS)

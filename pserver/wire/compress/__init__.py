@@ -2,7 +2,7 @@
 
 from pserver.wire.compress.codec import BucketShape, Codec, GradBucket, Remembers, TensorSegment
 from pserver.wire.compress.error_feedback import ErrorFeedback
-from pserver.wire.compress.half import BFloat16, Float16, HalfCodec
+from pserver.wire.compress.half import BFloat16, Float16
 from pserver.wire.compress.int8 import Int8
 from pserver.wire.compress.none import NoCompression
 from pserver.wire.compress.powersgd import PowerSGD
@@ -17,7 +17,6 @@ __all__ = [
     "ErrorFeedback",
     "Float16",
     "GradBucket",
-    "HalfCodec",
     "Int8",
     "NoCompression",
     "PowerSGD",

@@ -10,9 +10,7 @@ from pserver.wire.compress.elements import bytes_of, elements_of
 from pserver.wire.compress.stateless import StatelessCodec
 
 
-class HalfCodec(StatelessCodec):
-    """Casts, and does nothing else: its bytes are elements of `dtype`."""
-
+class _Half(StatelessCodec):
     __slots__ = ()
 
     dtype: ClassVar[torch.dtype]
@@ -31,7 +29,7 @@ class HalfCodec(StatelessCodec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Float16(HalfCodec):
+class Float16(_Half):
     """Rounds to float16, to nearest even; half the bytes of float32. Elements of 16 bits go as they are.
 
     The error of an element is at most 2^-11 of it, or 2^-25 if that is more; a hair more for float64, which torch
@@ -43,7 +41,7 @@ class Float16(HalfCodec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BFloat16(HalfCodec):
+class BFloat16(_Half):
     """Rounds to bfloat16, to nearest even; half the bytes of float32. Elements of 16 bits go as they are.
 
     The error of an element is at most 2^-8 of it, or 2^-134 if that is more; a hair more for float64, which torch

@@ -204,6 +204,18 @@ def test_buckets_of_a_smaller_dtype_hold_rounded_values() -> None:
     assert region.holds(1, rounded)
 
 
+def test_buckets_of_a_smaller_dtype_cut_no_tensor_that_the_others_do_not() -> None:
+    """Half of 64 bytes, or of an odd multiple, is none: neighbours lie end to end all the same."""
+    weight, after = torch.arange(96.0).reshape(8, 12), torch.zeros(12, 8).t()
+    layout = layout_of([weight], bucket_bytes=64)
+    assert len(layout.buckets) == 6
+    region = Region(layout, BucketOffsets([replace(each, dtype=torch.bfloat16) for each in layout.buckets]), CPU)
+    assert not region.cuts(0)
+    region.gather({0: weight})
+    region.scatter_({0: after})
+    assert_same(after, weight)
+
+
 def test_gathering_copies() -> None:
     tensor = torch.ones(3)
     region = region_for([tensor])

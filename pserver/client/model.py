@@ -215,8 +215,9 @@ class SharedModel:
         """Pushes gradients and buffers, and commits the context; `complete` waits for the outcome and the new values.
 
         What an earlier step raises, if it was not completed, is raised here first. If that was interrupted before its
-        outcome was known, it is settled. Gradients with the same bits are that step again, and its outcome is the
-        result: each is counted at most once. Others were computed on the parameters of before, and count as that old.
+        outcome was known, it is settled. Gradients that travel as the same bits are that step again, and its outcome is
+        the result: each is counted at most once. Others were computed on the parameters of before, and count as that
+        old.
 
         Args:
             gradients: as in `push`; None commits what earlier pushes brought, or nothing at all with 0 samples.

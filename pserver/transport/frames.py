@@ -32,7 +32,7 @@ WORTH_WAKING_BYTES = 256 << 10
 #: So many bytes of a large message say where the rest belongs.
 _BEGINNING_BYTES = 512
 #: Smaller messages are received whole.
-LARGE_BYTES = 64 << 10
+WORTH_PLACING_BYTES = 64 << 10
 #: The kernel takes at most 1024 pieces of memory at once.
 MAX_PARTS = 1024
 
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 #: Given the first bytes of a message and its size: where in it something begins that belongs elsewhere, and where.
-Place = Callable[[memoryview, int], tuple[int, memoryview] | None]
+Divert = Callable[[memoryview, int], tuple[int, memoryview] | None]
 
 
 class FrameSocket:
@@ -119,11 +119,11 @@ class FrameSocket:
         finally:
             loop.remove_writer(self._socket)
 
-    async def receive(self, max_bytes: int, place: Place | None = None) -> Frame:
+    async def receive(self, max_bytes: int, divert: Divert | None = None) -> Frame:
         """The next frame.
 
         Args:
-            place: asked where the rest of a large message belongs; then the payload is its beginning only.
+            divert: asked where the rest of a large message belongs; then the payload is its beginning only.
 
         Raises:
             ConnectionBroken
@@ -133,14 +133,14 @@ class FrameSocket:
         kind, num_bytes = _HEADER.unpack(self._header)
         if num_bytes > max_bytes:
             raise InvalidRequest(f"a message of {num_bytes} bytes came; at most {max_bytes} are accepted")
-        payload = await self._payload(num_bytes, place if kind == Kind.MESSAGE else None)
+        payload = await self._payload(num_bytes, divert if kind == Kind.MESSAGE else None)
         await asyncio.sleep(0)
         return Frame(kind, payload)
 
-    async def _payload(self, num_bytes: int, place: Place | None) -> memoryview:
-        begun = self._beginning if place is not None and num_bytes >= LARGE_BYTES else self._beginning[:0]
+    async def _payload(self, num_bytes: int, divert: Divert | None) -> memoryview:
+        begun = self._beginning if divert is not None and num_bytes >= WORTH_PLACING_BYTES else self._beginning[:0]
         await self._fill(begun)
-        if begun and (found := place(begun, num_bytes)) is not None:  # type: ignore[misc]
+        if begun and (found := divert(begun, num_bytes)) is not None:  # type: ignore[misc]
             start, target = found
             target[: len(begun) - start] = begun[start:]
             await self._fill(target[len(begun) - start :])

@@ -118,7 +118,7 @@ def decode(message_type: type[Message], data: bytes | memoryview) -> Any:
     memory = memoryview(data)
     rest: list[memoryview] = []
     chunks: list[RawChunk] = []
-    for number, kind, start, value, stop in _fields(memory):
+    for number, kind, start, value, stop in _fields(memory, len(memory)):
         if number != field:
             rest.append(memory[start:stop])
         elif kind != _LENGTH:
@@ -131,7 +131,7 @@ def decode(message_type: type[Message], data: bytes | memoryview) -> Any:
 def _chunk(memory: memoryview) -> RawChunk:
     found: dict[int, int] = {}
     data = memory[:0]
-    for number, kind, _, value, _ in _fields(memory):
+    for number, kind, _, value, _ in _fields(memory, len(memory)):
         expected = _LENGTH if number == _DATA else _VARINT
         if number in (_BUCKET, _OFFSET, _DTYPE, _DATA) and kind != expected:
             raise DecodeError(f"field {number} of a chunk has the wrong kind {kind}")
@@ -161,43 +161,39 @@ class Beginning(NamedTuple):
 def beginning(message_type: type[Message], memory: memoryview, num_bytes: int) -> Beginning | None:
     """The first bytes of a message of `num_bytes`, if it is such a one and its data begins in them."""
     try:
-        start, position = _find(memory, 0, chunks_field(message_type), num_bytes, {})
+        start, position = _last(memory, chunks_field(message_type), num_bytes, {})
         found: dict[int, int] = {}
-        _, position = _find(memory, position, _DATA, num_bytes, found)
-        return Beginning(message_type.FromString(bytes(memory[:start])), _raw_chunk(found, memory[:0]), position)
+        _, offset = _last(memory[position:], _DATA, num_bytes - position, found)
+        return Beginning(
+            message_type.FromString(bytes(memory[:start])), _raw_chunk(found, memory[:0]), position + offset
+        )
     except DecodeError:
         return None
 
 
-def _find(memory: memoryview, position: int, wanted: int, end: int, numbers: dict[int, int]) -> tuple[int, int]:
-    """Where a field begins that goes up to `end`, and where its bytes do; notes the numbers before it.
+def _last(memory: memoryview, wanted: int, num_bytes: int, numbers: dict[int, int]) -> tuple[int, int]:
+    """Where the last field of a message begins, and where its bytes do; notes the numbers before it.
 
     Raises:
-        DecodeError: it is not in this memory.
+        DecodeError: it is not the wanted one, that comes before as well, or it does not begin in this memory.
     """
-    while position < len(memory):
-        start = position
-        tag, position = _read_varint(memory, position)
-        number, kind = tag >> 3, tag & 7
-        if kind in (_FIXED64, _FIXED32):
-            position += 8 if kind == _FIXED64 else 4
-            continue
-        value, position = _read_varint(memory, position)
-        if not number or kind not in (_VARINT, _LENGTH):
+    for number, kind, start, value, stop in _fields(memory, num_bytes):
+        if number == wanted and kind == _LENGTH and stop == num_bytes:
+            return start, min(stop, len(memory)) - len(value)
+        if number == wanted:
             break
         if kind == _VARINT:
             numbers[number] = value
-        elif number != wanted:
-            position += value
-        elif position + value == end:
-            return start, position
-        else:
-            break
-    raise DecodeError(f"no field {wanted} goes from here up to byte {end}")
+    raise DecodeError(f"field {wanted} is not the last one of {num_bytes} bytes, or does not begin here")
 
 
-def _fields(memory: memoryview) -> Iterator[tuple[int, int, int, Any, int]]:
-    """Each field as number, kind, start, value (an integer, or memory) and stop."""
+def _fields(memory: memoryview, num_bytes: int) -> Iterator[tuple[int, int, int, Any, int]]:
+    """Each field of a message as number, kind, start, value (an integer, or memory) and stop.
+
+    Args:
+        memory: the first bytes of the message.
+        num_bytes: of all of it.
+    """
     position = 0
     while position < len(memory):
         start = position
@@ -213,7 +209,7 @@ def _fields(memory: memoryview) -> Iterator[tuple[int, int, int, Any, int]]:
             position += 8 if kind == _FIXED64 else 4
         else:
             raise DecodeError(f"field {number} has the unknown kind {kind}")
-        if not number or position > len(memory):
+        if not number or position > num_bytes:
             raise DecodeError("a field ends beyond its message")
         yield number, kind, start, value, position
 

@@ -169,7 +169,7 @@ class _Placing:
         self._reply: Received | None = None
 
     def __call__(self, memory: memoryview, num_bytes: int) -> tuple[int, memoryview] | None:
-        """See `frames.Place`."""
+        """See `frames.Divert`."""
         begun = beginning(self._reply_type, memory, num_bytes)
         if begun is None:
             return None

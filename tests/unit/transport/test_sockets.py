@@ -13,7 +13,7 @@ import pytest
 
 from pserver.errors import DeadlineExceeded, InvalidRequest, ProtocolMismatch, ServerUnavailable
 from pserver.transport import socket_client, socket_server
-from pserver.transport.frames import LARGE_BYTES, MAX_PARTS, ConnectionBroken, FrameSocket, Kind
+from pserver.transport.frames import MAX_PARTS, WORTH_PLACING_BYTES, ConnectionBroken, FrameSocket, Kind
 from pserver.transport.gen import calls_pb2 as pb
 from pserver.transport.gen.shards_pb2 import PullReply, PullRequest
 from pserver.transport.methods import COORDINATOR, MAX_REQUEST_BYTES, SHARDS
@@ -246,18 +246,18 @@ async def pulled(streams: SocketStreams, rounds: int = 3, timeout_s: float = LIM
         return [reply.round async for reply in replies]
 
 
-VALUES = Random(2).randbytes(3 * LARGE_BYTES)
+VALUES = Random(2).randbytes(3 * WORTH_PLACING_BYTES)
 
 
 async def one_bucket(request: PullRequest) -> AsyncIterator[Pieces]:
     """The same values in replies of growing size, none of them where the last one was."""
     for number in range(3):
-        yield pieces(PullReply(round=number), [RawChunk(number, 0, 1, VALUES[: (number + 1) * LARGE_BYTES])])
+        yield pieces(PullReply(round=number), [RawChunk(number, 0, 1, VALUES[: (number + 1) * WORTH_PLACING_BYTES])])
 
 
 @pytest.mark.parametrize("placed", [(), (0,), (1,), (0, 1, 2)], ids=str)
 def test_data_is_received_where_it_is_placed_and_nowhere_else(placed: tuple[int, ...]) -> None:
-    places = {number: memoryview(bytearray((number + 1) * LARGE_BYTES)) for number in placed}
+    places = {number: memoryview(bytearray((number + 1) * WORTH_PLACING_BYTES)) for number in placed}
 
     async def requests() -> AsyncIterator[PullRequest]:
         yield PullRequest()
@@ -278,7 +278,7 @@ def test_data_is_received_where_it_is_placed_and_nowhere_else(placed: tuple[int,
                 async for reply in replies:
                     (chunk,) = reply.chunks
                     assert chunk.bucket == reply.round
-                    assert bytes(chunk.data) == VALUES[: (chunk.bucket + 1) * LARGE_BYTES]
+                    assert bytes(chunk.data) == VALUES[: (chunk.bucket + 1) * WORTH_PLACING_BYTES]
                     assert (chunk.data is places.get(chunk.bucket)) == (chunk.bucket in places)
             await streams.close()
 

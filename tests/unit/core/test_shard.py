@@ -28,8 +28,8 @@ from pserver.errors import (
     StalePush,
     UnknownContext,
 )
-from pserver.types import StepResult
 from pserver.wire.layout import BUFFERS, STORED
+from tests.results import step_result
 
 W = torch.arange(24.0)
 ONE = torch.ones(24)
@@ -70,19 +70,7 @@ def reject(trainer, step, **about):
 
 def accepted(round_number, **about):
     """What a trainer hears of a step that was counted."""
-    usual = {
-        "accepted": True,
-        "stepped": True,
-        "overflow": False,
-        "reason": "",
-        "error": "",
-        "num_trainers": 1,
-        "staleness": 0,
-        "grad_norm": None,
-        "num_nonfinite": 0,
-        "options": OPTIONS,
-    }
-    return StepResult(round=round_number, **{**usual, **about})
+    return step_result(round_number, **{"options": OPTIONS, **about})
 
 
 def applied(round_number, version):

@@ -15,28 +15,13 @@ from pserver.core.shard import Progress
 from pserver.errors import DeadlineExceeded, ModelFailed
 from pserver.server.hosted_shard import INLINE_BYTES, HostedShard
 from pserver.transport.raw_chunks import Lent
-from pserver.types import PushId, StepResult
+from pserver.types import PushId
+from tests.results import step_result
 from tests.waiting import run_limited
 
 LIMIT_S = 10.0
 PUSH = PushId(7, 3, 1)
 BUCKETS = [SimpleNamespace(index=index, num_master_bytes=64) for index in range(3)]
-
-
-def result(round_number: int) -> StepResult:
-    return StepResult(
-        round=round_number,
-        accepted=True,
-        stepped=True,
-        overflow=False,
-        reason="",
-        error="",
-        num_trainers=1,
-        staleness=0,
-        grad_norm=None,
-        num_nonfinite=0,
-        options=(),
-    )
 
 
 def decision(round_number: int) -> Decision:
@@ -58,7 +43,7 @@ class SlowShard:
         self._outcomes: dict[PushId, Any] = {PUSH: "waits"}
 
     def apply(self, decided: Decision, progress: Progress) -> Applied:
-        progress.begun(decided.round, {PUSH: result(decided.round)})
+        progress.begun(decided.round, {PUSH: step_result(decided.round)})
         for number in range(3):
             assert self.let.acquire(timeout=LIMIT_S)
             if self.error is not None:
@@ -67,7 +52,7 @@ class SlowShard:
             progress.stepped(number)
         assert self.let.acquire(timeout=LIMIT_S)
         self.round = decided.round
-        self._outcomes[PUSH] = result(decided.round)
+        self._outcomes[PUSH] = step_result(decided.round)
         return Applied(model="slow", epoch=1, round=self.round, version=self.round)
 
     def outcome(self, push_id: PushId) -> Any:
@@ -111,7 +96,7 @@ def test_buckets_are_read_as_they_are_stepped_and_the_outcome_is_known_from_the_
             eager = asyncio.create_task(hosted.outcome(PUSH, LIMIT_S, early=True))
             await rest()
             applying = asyncio.create_task(hosted.apply(decision(1)))
-            assert await eager == result(1)
+            assert await eager == step_result(1)
             reads = [read(hosted, bucket) for bucket in range(3)]
             for bucket in range(3):
                 await rest()
@@ -123,7 +108,7 @@ def test_buckets_are_read_as_they_are_stepped_and_the_outcome_is_known_from_the_
             assert not applying.done()
             shard.let.release()
             assert (await applying).round == 1
-            assert await patient == result(1)
+            assert await patient == step_result(1)
             assert await read(hosted, 2) == (1, 1)
 
     run_limited(scenario(), LIMIT_S)
@@ -133,7 +118,7 @@ def test_a_round_that_fails_half_way_is_read_by_nobody() -> None:
     async def scenario() -> None:
         async with hosting() as (shard, hosted):
             applying = asyncio.create_task(hosted.apply(decision(1)))
-            assert await hosted.outcome(PUSH, LIMIT_S, early=True) == result(1)
+            assert await hosted.outcome(PUSH, LIMIT_S, early=True) == step_result(1)
             shard.let.release()
             assert await read(hosted, 0) == (1, 1)
             late = read(hosted, 1)

@@ -10,7 +10,7 @@ import torch
 from mnist import DigitsNet, accuracy_on, parse_settings
 from mnist_data import Digits
 
-from pserver.types import StepResult
+from tests.results import step_result
 
 
 class LocalOptimizer(torch.optim.SGD):
@@ -26,18 +26,8 @@ class LocalOptimizer(torch.optim.SGD):
         super().step(closure)
         self._round += 1
         accepted = self._round not in self.refused
-        self.last_result = StepResult(
-            round=self._round,
-            accepted=accepted,
-            stepped=accepted,
-            overflow=False,
-            reason="" if accepted else "too late",
-            error="",
-            num_trainers=1,
-            staleness=0,
-            grad_norm=None,
-            num_nonfinite=0,
-            options=(),
+        self.last_result = step_result(
+            self._round, accepted=accepted, stepped=accepted, reason="" if accepted else "too late"
         )
 
 

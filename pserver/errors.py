@@ -14,6 +14,8 @@ cross the wire by class name and message, so the name of each class here is part
     |-- UnknownContext             no such context, or it has ended
     |-- TrainerEnded               this trainer's lease has ended; its id is refused for ever
     |-- StalePush                  a repeat of a mutation whose outcome was already acknowledged
+    |-- PushLost                   a push is not known any more, and must be sent again (may be retried)
+    |-- ServerEnded                this server's lease has ended; it must drop what it has and join anew
     |-- RankTaken                  another living trainer holds the rank (may be retried)
     |-- StaleEpoch                 the model has been placed anew; register it again
     |-- MixedRounds                values were read while a round was applied (may be retried)
@@ -97,6 +99,19 @@ class TrainerEnded(PserverError):
 
 class StalePush(PserverError):
     """A repeat of a mutation whose outcome was already acknowledged, or was forgotten."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class PushLost(PserverError):
+    """A push is not known any more: it was lost with its shard's primary. The same must be sent again."""
+
+    status = "ABORTED"
+    retryable = True
+
+
+class ServerEnded(PserverError):
+    """This server's lease has ended and others have its shards; it must drop what it has and join anew."""
 
     status = "FAILED_PRECONDITION"
 

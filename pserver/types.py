@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 #: Version of the protocol; client and server refuse another one.
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 #: Numeric options of one optimizer parameter group, for example {"lr": 0.1, "betas": (0.9, 0.999)}.
 GroupOptions = Mapping[str, object]
@@ -66,13 +66,31 @@ class ServerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStatus:
-    """One shard: the server that owns it, its bytes of values, last applied round and number of updates applied."""
+class ReplicaStatus:
+    """A copy of a shard: its server; "making", "catching up" or "in sync"; and log entries that it has not got yet."""
 
     server: str
+    state: str
+    lag: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatus:
+    """One shard: the server that is its primary, its bytes of values, last applied round and number of updates applied.
+
+    `epoch` is that of the primary. `num_missing_replicas`: how many more would have to be in sync; `electing`: the
+    primary is lost, and no replica has taken its place yet.
+    """
+
+    shard: int
+    server: str
+    epoch: int
     num_bytes: int
     round: int
     version: int
+    replicas: tuple[ReplicaStatus, ...]
+    num_missing_replicas: int
+    electing: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

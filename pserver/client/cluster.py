@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -82,6 +82,7 @@ class Cluster:
         self._lease: LeaseKeeper | None = None
         self._lost: PserverError | None = None
         self._under_way: set[asyncio.Task[Any]] = set()  # on the network loop; ended when the lease is lost
+        self._background: set[asyncio.Task[None]] = set()  # on the network loop; ended with the session
         self._worker: ThreadPoolExecutor | None = None
         self._to_complete: dict[weakref.WeakMethod[Callable[[], None]], None] = {}
         self._closed = False
@@ -281,7 +282,22 @@ class Cluster:
         deadline = Deadline(self.settings.timeout_s if timeout_s is None else timeout_s)
         return self.run(self._call_coordinator(method, request, reply_type, deadline, what))
 
-    async def retry(self, attempt: Any, deadline: Deadline, what: str) -> Any:
+    async def ask_coordinator(
+        self, method: str, request: Message, reply_type: type[M], deadline: Deadline, what: str
+    ) -> M:
+        """`call_coordinator` for what runs on the network loop already."""
+        return await self._call_coordinator(method, request, reply_type, deadline, what)
+
+    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs work on the network loop, and from it, until its end or that of the session."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def retry(
+        self, attempt: Any, deadline: Deadline, what: str, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> Any:
         """`retry` that counts the repeats. On the network loop only."""
         first = True
 
@@ -292,7 +308,7 @@ class Cluster:
             first = False
             return await attempt(remaining_s)
 
-        return await retry(counted, deadline=deadline, what=what)
+        return await retry(counted, deadline=deadline, what=what, pause=pause)
 
     # Inside
 
@@ -353,6 +369,10 @@ class Cluster:
                 task.cancel()
 
     async def _close_channels(self) -> None:
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         channels, self._channels = list(self._channels.values()), {}
         await asyncio.gather(*(channel.close() for channel in channels))
 

@@ -28,6 +28,7 @@ class ModelDescription:
 
     `optimizer_groups` are constructor arguments for each group, complete with defaults; `bucket_bytes` 0 chooses.
     `compress` is the codec of gradients; `pull_dtype` what parameters are rounded to on their way here, None: nothing.
+    `replicas` other servers keep a copy of each shard.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelDescription:
     bucket_bytes: int
     compress: Codec
     pull_dtype: torch.dtype | None
+    replicas: int
 
     def spec(self, world_size: int) -> ModelSpec:
         """The same without the tensors' values, as it travels."""
@@ -58,6 +60,7 @@ class ModelDescription:
             codec=self.compress.name,
             codec_arguments=codec_arguments(self.compress),
             pull_codec=_pull_codec(self.pull_dtype),
+            replicas=self.replicas,
         )
 
 

@@ -39,6 +39,7 @@ class DistributedModel:
     bucket_bytes: int
     compress: Codec
     pull_dtype: torch.dtype | None
+    replicas: int
 
     def parameter_refs(self) -> list[ParameterRef]:
         """References to the parameters that require a gradient, in order of registration."""
@@ -57,6 +58,7 @@ def distribute(
     buffers: str = "lowest",
     compress: Codec | None = None,
     pull_dtype: torch.dtype | None = None,
+    replicas: int = 0,
     cluster: Cluster | None = None,
     bucket_bytes: int = 0,
 ) -> DistributedModel:
@@ -64,7 +66,7 @@ def distribute(
 
     Args:
         module: the replica on this trainer; its parameters and buffers will be overwritten by the cluster's values.
-        name, sync, buffers, compress, pull_dtype, cluster, bucket_bytes: as in `RemoteOptimizer`.
+        name, sync, buffers, compress, pull_dtype, replicas, cluster, bucket_bytes: as in `RemoteOptimizer`.
     """
     return DistributedModel(
         module=module,
@@ -75,6 +77,7 @@ def distribute(
         bucket_bytes=bucket_bytes,
         compress=compress or NoCompression(),
         pull_dtype=pull_dtype,
+        replicas=replicas,
     )
 
 
@@ -124,6 +127,7 @@ class DistributedOptimizer:
             bucket_bytes=model.bucket_bytes,
             compress=model.compress,
             pull_dtype=model.pull_dtype,
+            replicas=model.replicas,
         )
         self._model = SharedModel(model.cluster, description)
 

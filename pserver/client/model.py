@@ -107,6 +107,8 @@ class SharedModel:
 
     def _register(self, replica: Replica, state: TensorStates, *, replaces: int) -> None:
         shards, round_number, last_step = self._registration.register(replica, state, replaces=replaces)
+        if replaces:
+            self._shards.stop()
         self._shards: Shards = shards
         self._replica: Replica = replica
         self._round: int = round_number

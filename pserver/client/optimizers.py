@@ -58,6 +58,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             ends, or `wait`. What `step` would raise is raised there. Both are off where the module is compiled.
         cluster: the session; by default that of the enclosing `with pserver.connect()`.
         bucket_bytes: unit of cutting and sending; 0 chooses. A multiple of 64.
+        replicas: how many other servers keep a copy of each shard, in step with it: so many may be lost at once, and
+            training goes on with every acknowledged update.
 
     Raises:
         UnsupportedOptimizer: servers cannot run it. LayoutMismatch: another trainer's model differs.
@@ -82,6 +84,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         compress: Codec | None = None,
         pull_dtype: torch.dtype | None = None,
+        replicas: int = 0,
         early_push: bool = False,
         late_pull: bool = False,
         cluster: Cluster | None = None,
@@ -111,6 +114,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             "bucket_bytes": bucket_bytes,
             "compress": compress or NoCompression(),
             "pull_dtype": pull_dtype,
+            "replicas": replicas,
         }
         self._registered: list[dict[str, object]] = []
         self._early: EarlyPush | None = None

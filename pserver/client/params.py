@@ -56,6 +56,7 @@ def describe(
     bucket_bytes: int,
     compress: Codec,
     pull_dtype: torch.dtype | None,
+    replicas: int,
 ) -> ModelDescription:
     """What is shared of a module; parameters in no group travel once and are never stepped.
 
@@ -65,7 +66,7 @@ def describe(
         arguments: for the optimizer's constructor, one for each group.
         parameters: of the module, in order of registration.
         module: whose buffers travel along.
-        name, sync, buffers, bucket_bytes, compress, pull_dtype: as in `RemoteOptimizer`.
+        name, sync, buffers, bucket_bytes, compress, pull_dtype, replicas: as in `RemoteOptimizer`.
 
     Raises:
         InvalidRequest: an unknown policy for buffers.
@@ -87,6 +88,7 @@ def describe(
         bucket_bytes=bucket_bytes,
         compress=compress,
         pull_dtype=pull_dtype,
+        replicas=replicas,
     )
 
 

@@ -65,6 +65,7 @@ class Registration:
                 pb.AttachReply,
                 what=f"attaching to model {replica.spec.name!r}",
             )
+        shards.start()
         shards.share_memory()
         replica.writing(replica.tensors)
         round_number = shards.pull_(attached.round, replica.tensors)
@@ -98,6 +99,7 @@ class Registration:
             device=replica.device,
             placement=placement_from_proto(reply.placement),
             epoch=reply.epoch,
+            replicated=replica.spec.replicas > 0,
             mixed_rounds=self._sync.mixed_rounds,
             steady=self._sync.mixed_rounds or self._sync.waits_for_everybody,
             counts=self._counts,

@@ -74,7 +74,7 @@ class ShardClient:
     Args:
         channel: to the shard's server.
         placement: what the shard owns.
-        model, epoch, layout, coding: what the messages are for, and how buckets travel in them.
+        model, layout, coding: what the messages are for, and how buckets travel in them.
         device: where the model's tensors are.
         traffic: counts bytes.
         communicating: runs while a push is sent.
@@ -86,16 +86,18 @@ class ShardClient:
         placement: ShardPlacement,
         *,
         model: str,
-        epoch: int,
         layout: Layout,
         coding: Coding,
         device: torch.device,
         traffic: Traffic,
         communicating: Stopwatch,
     ) -> None:
+        self.number = placement.shard
         self._channel = channel
-        self.server = placement.server
-        self._address = pb.ShardAddress(model=model, epoch=epoch, fingerprint=layout.fingerprint)
+        self._server = placement.server
+        self._address = pb.ShardAddress(
+            model=model, shard=placement.shard, epoch=placement.epoch, fingerprint=layout.fingerprint
+        )
         self._layout = layout
         self._coding = coding
         self._encoded: dict[int, memoryview] = {}
@@ -108,12 +110,40 @@ class ShardClient:
         self._traffic = traffic
         self._communicating = communicating
         self._mapped: MappedShard | None = None
+        self._left: MappedShard | None = None  # memory of a primary that is none any more
         self._open: _OpenPush | None = None
 
     @property
     def where(self) -> str:
         """The server, for messages."""
-        return f"server {self.server} at {self._channel.address}"
+        return f"server {self._server} at {self._channel.address}"
+
+    @property
+    def epoch(self) -> int:
+        """Of the primary that is called."""
+        return self._address.epoch
+
+    def move(self, channel: Channel, placement: ShardPlacement) -> None:
+        """Another server is primary. What lies in the memory of the one before is read there, while it is needed."""
+        self.abandon()
+        self._channel = channel
+        self._server = placement.server
+        self._address.epoch = placement.epoch
+        if self._mapped is not None:
+            self._left = self._mapped
+            if self.writable is not None:
+                self.__dict__["outgoing"] = self._mapped.outgoing
+            self._mapped = None
+
+    @property
+    def has_left_memory(self) -> bool:
+        """Whether it read the memory of a primary that is none any more, and has not looked for another one's yet."""
+        return self._left is not None
+
+    def leave_memory(self) -> None:
+        """Nothing in that memory is needed any more."""
+        self._left = None
+        self.__dict__.pop("outgoing", None)
 
     # Memory
 
@@ -160,7 +190,9 @@ class ShardClient:
 
     @property
     def _values(self) -> Region:
-        return self.incoming if self.readable is None else self.readable.incoming
+        if self.readable is not None:
+            return self.readable.incoming
+        return self.incoming if self._left is None or "incoming" in self.__dict__ else self._left.incoming
 
     def read_(self, tensors: Mapping[int, torch.Tensor], *, mixed_rounds: bool) -> int | None:
         """Copies values from shared memory into tensors; see `MappedShard.read_`."""
@@ -432,7 +464,7 @@ class ShardClient:
             encoded = self._encoded.get(bucket.index) if source is self.outgoing else None
             data = source.bucket_bytes(bucket) if encoded is None else encoded
             self._traffic.sent_bytes += len(data)
-            yield from packer.add(bucket, data, None if encoded is None else torch.uint8)
+            yield from packer.add(bucket.index, data, bucket.dtype if encoded is None else torch.uint8)
         if rest := packer.rest():
             yield rest
 

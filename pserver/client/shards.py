@@ -12,6 +12,7 @@ from pserver.client.arrivals import Arrivals
 from pserver.client.cluster import Cluster
 from pserver.client.fanout import fan_out
 from pserver.client.mapped_shard import NO_PUSH
+from pserver.client.routing import Routing
 from pserver.client.shard_client import Push, ShardClient
 from pserver.client.step_counts import StepCounts
 from pserver.core.coding import Coding
@@ -48,7 +49,8 @@ class Shards:
         coding: how its buckets travel.
         device: where its tensors are.
         placement: who owns what.
-        epoch: of the placement.
+        epoch: at which the description was placed.
+        replicated: whether a shard may go on at another server.
         mixed_rounds: whether values of different rounds may be used together; `counts` counts it when they are.
         steady: whether, moreover or because no round goes by without this trainer, values may be used one by one.
     """
@@ -63,6 +65,7 @@ class Shards:
         device: torch.device,
         placement: Iterable[ShardPlacement],
         epoch: int,
+        replicated: bool,
         mixed_rounds: bool,
         steady: bool,
         counts: StepCounts,
@@ -75,13 +78,13 @@ class Shards:
         self._mixed_rounds = mixed_rounds
         self._steady = steady
         self._counts = counts
-        self._received: dict[str, int] = {}
+        self._routing = Routing(cluster, model, epoch) if replicated else None
+        self._received: dict[int, int] = {}
         self._clients = [
             ShardClient(
                 cluster.channel(place.address),
                 place,
                 model=model,
-                epoch=epoch,
                 layout=layout,
                 coding=coding,
                 device=device,
@@ -90,6 +93,16 @@ class Shards:
             )
             for place in placement
         ]
+
+    def start(self) -> None:
+        """Follows shards that go on at other servers, until the session ends or `stop`."""
+        if self._routing is not None:
+            self._routing.start()
+
+    def stop(self) -> None:
+        """Other shards take the place of these."""
+        if self._routing is not None:
+            self._routing.stop()
 
     def initialise(
         self, push_id: PushId, tensors: Mapping[int, torch.Tensor], state: Sequence[tuple[int, StatePiece]]
@@ -108,14 +121,15 @@ class Shards:
             SharedMemoryUnavailable: the settings want it, and it is not to be had.
         """
         if self._cluster.settings.transport in ("auto", "shm"):
-            self._cluster.run(self._everywhere(self._share_memory_of, "sharing memory"))
+            share = partial(self._share_memory_of, insist=self._cluster.settings.transport == "shm")
+            self._cluster.run(self._everywhere(share, "sharing memory"))
 
-    async def _share_memory_of(self, shard: ShardClient, remaining_s: float) -> None:
+    async def _share_memory_of(self, shard: ShardClient, remaining_s: float, *, insist: bool) -> None:
         try:
             nonce = await shard.find_memory(remaining_s)
             await shard.open_memory(self._cluster.trainer_id, bytes(nonce), remaining_s)
         except SharedMemoryUnavailable as error:
-            if self._cluster.settings.transport == "shm":
+            if insist:
                 raise SharedMemoryUnavailable(f"{shard.where}: transport is 'shm', but {error}") from None
             logger.info("model %s: %s is reached by messages, not shared memory: %s", self._model, shard.where, error)
 
@@ -128,9 +142,19 @@ class Shards:
 
     def prepare(self) -> None:
         """Pushes are about to be gathered: whatever lies where they are sent from is none from now on."""
+        self._share_again()
         for shard in self._clients:
             if shard.writable is not None:
                 shard.writable.stamp(NO_PUSH)
+
+    def _share_again(self) -> None:
+        """Shards whose primary was left may have one on this machine again."""
+        moved = [shard for shard in self._clients if shard.has_left_memory]
+        if moved:
+            for shard in moved:
+                shard.leave_memory()
+            share = partial(self._share_memory_of, insist=False)
+            self._cluster.run(self._everywhere(share, "sharing memory", moved))
 
     def gather(self, tensors: Mapping[int, torch.Tensor | None], buckets: Collection[int], codec_state: Any) -> None:
         """Puts gradients and buffers where pushes are sent from, and encodes them. See `prepare`.
@@ -192,7 +216,7 @@ class Shards:
         if any(each != results[0] for each in results[1:]) and len({repr(each) for each in results}) > 1:
             raise InternalError(f"model {self._model!r}: shards disagree about a step: {results}")
         self._received = {
-            shard.server: results[0].round if each is None else each
+            shard.number: results[0].round if each is None else each
             for shard, (_, each) in zip(self._clients, replies, strict=True)
             if shard.readable is None
         }
@@ -229,7 +253,7 @@ class Shards:
         rounds = self._pull(self._clients, min_round, include_all=True)
         return self._read_(tensors, rounds, include_all=True)
 
-    def _read_(self, tensors: Mapping[int, torch.Tensor], rounds: dict[str, int], *, include_all: bool) -> int:
+    def _read_(self, tensors: Mapping[int, torch.Tensor], rounds: dict[int, int], *, include_all: bool) -> int:
         """`rounds`: of what lies in `incoming`, by server; those that it lacks are read in shared memory."""
         contiguous = {
             index: tensor if tensor.is_contiguous() or not self._cut(index) else torch.empty_like(tensor.contiguous())
@@ -239,29 +263,29 @@ class Shards:
         deadline = Deadline(self._cluster.settings.timeout_s)
         while deadline.remaining_s():
             for shard in self._clients:
-                if shard.server not in rounds and shard.readable is not None:
+                if shard.number not in rounds and shard.readable is not None:
                     found = shard.read_(contiguous, mixed_rounds=self._mixed_rounds)
                     if found is None:
-                        in_messages.add(shard.server)
+                        in_messages.add(shard.number)
                         rounds |= self._pull([shard], 0, include_all=include_all)
                     else:
-                        rounds[shard.server] = found
+                        rounds[shard.number] = found
             latest = max(rounds.values(), default=0)
-            behind = [shard for shard in self._clients if rounds[shard.server] != latest]
+            behind = [shard for shard in self._clients if rounds[shard.number] != latest]
             if not behind or self._may_mix(rounds.values()):
                 break
             for shard in behind:
-                del rounds[shard.server]
-            in_messages -= {shard.server for shard in behind}
+                del rounds[shard.number]
+            in_messages -= {shard.number for shard in behind}
             rounds |= self._pull([shard for shard in behind if shard.readable is None], latest, include_all=include_all)
-            in_messages |= rounds.keys() & {shard.server for shard in behind}
+            in_messages |= rounds.keys() & {shard.number for shard in behind}
         else:
             raise DeadlineExceeded(
                 f"model {self._model!r}: rounds were applied all the time while values were read; expected all servers "
                 f"at one round within {deadline.timeout_s:g} s, the last seen were {sorted(rounds.items())}"
             )
         for shard in self._clients:
-            if shard.server in in_messages:
+            if shard.number in in_messages:
                 shard.incoming.scatter_(contiguous)
             if shard.readable is not None:
                 shard.forget_incoming()
@@ -274,7 +298,7 @@ class Shards:
     def _cut(self, index: int) -> bool:
         return len(self._clients) > 1 and any(shard.cuts(index) for shard in self._clients)
 
-    def _pull(self, shards: Sequence[ShardClient], min_round: int, *, include_all: bool) -> dict[str, int]:
+    def _pull(self, shards: Sequence[ShardClient], min_round: int, *, include_all: bool) -> dict[int, int]:
         """Reads values into `incoming` by messages; their rounds by server."""
         if not shards:
             return {}
@@ -283,7 +307,7 @@ class Shards:
             return shard.pull(self._cluster.trainer_id, min_round, include_all=include_all, timeout_s=remaining_s)
 
         found = self._cluster.run(self._everywhere(call, "pulling", shards))
-        return {shard.server: min_round if each is None else each for shard, each in zip(shards, found, strict=True)}
+        return {shard.number: min_round if each is None else each for shard, each in zip(shards, found, strict=True)}
 
     def holds(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the values that were read last, or those that lie in shared memory now."""
@@ -335,6 +359,11 @@ class Shards:
 
         async def one(shard: ShardClient) -> Any:
             what = f"{doing} model {self._model!r}: {shard.where}"
-            return await self._cluster.retry(lambda remaining_s: call(shard, remaining_s), until, what)
+            routing = self._routing
+            if routing is None:
+                return await self._cluster.retry(lambda remaining_s: call(shard, remaining_s), until, what)
+            return await self._cluster.retry(
+                lambda remaining_s: routing.call(shard, call, remaining_s), until, what, routing.pause
+            )
 
         return await fan_out([one(shard) for shard in (self._clients if clients is None else clients)])

@@ -127,6 +127,23 @@ class ContextTable:
             self._remove(trainer_id, context.context_id)
         return context
 
+    def take_open(self, trainer_id: int, context_id: int) -> GradientContext | None:
+        """Removes and returns a context."""
+        context = self._contexts.get((trainer_id, context_id))
+        self._remove(trainer_id, context_id)
+        return context
+
+    def put_back(self, context: GradientContext) -> None:
+        """Takes a context that was removed once more; a committed one waits for a round again."""
+        self._contexts[context.trainer_id, context.context_id] = context
+        self._open[context.trainer_id] = self._open.get(context.trainer_id, 0) + 1
+        if context.commit is not None:
+            self._committed[context.trainer_id, context.commit.step] = context
+
+    def uncommitted(self) -> list[GradientContext]:
+        """Contexts that are not complete."""
+        return [each for each in self._contexts.values() if each.commit is None]
+
     def end_trainer(self, trainer_id: int) -> None:
         """Frees every context of a trainer."""
         if trainer_id not in self._open:

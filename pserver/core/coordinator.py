@@ -4,29 +4,37 @@ Pure: time comes in as an argument, and what servers must hear is taken out with
 """
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pserver.core.dedup import DedupTable
+from pserver.core.groups import Replica, ReplicaState, ShardGroup
 from pserver.core.membership import Member, Membership
 from pserver.core.messages import (
     AdmitTrainer,
     Applied,
     Command,
     Committed,
-    CreateShard,
     DropShard,
     EndTrainer,
-    FailModel,
+    FenceReplica,
     LivingTrainers,
-    ModelReady,
     ModelSpec,
     Prepared,
+    Promote,
+    ReplicaAddress,
+    ReplicaCaughtUp,
+    ReplicaFailed,
+    ReplicaFenced,
+    ReplicaLag,
     Report,
+    SetReplicas,
     ShardCreated,
     ShardFailed,
     ShardInitialised,
     ShardPlacement,
+    ShardPromoted,
 )
 from pserver.core.models import Model, ModelState
 from pserver.core.server_table import Server, ServerTable
@@ -47,6 +55,15 @@ class Registration:
     initialise: bool
     placement: tuple[ShardPlacement, ...]
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a model's shards are, and the epoch at which its description was placed; `version` grows with changes."""
+
+    version: int
+    epoch: int
+    shards: tuple[ShardPlacement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +95,10 @@ class Coordinator:
         self._membership = Membership(lease_s=trainer_lease_s, first_id=first_trainer_id)
         self._servers = ServerTable(server_lease_s)
         self._models: dict[str, Model] = {}
-        self._epoch = 0
+        self._last_number = 0  # of epochs and replicas together
         self._outcomes: DedupTable[_Recorded] = DedupTable()
         self._commands: list[tuple[str, Command]] = []
-        self._looked_s = now_s
+        self._looked_s = self._last_looked_s = now_s
 
     def take_commands(self) -> list[tuple[str, Command]]:
         """What servers must hear, as (server, command), in order; taken once."""
@@ -150,9 +167,9 @@ class Coordinator:
             model = self._replace(model)
         model.require_same(spec)
         initialise = not initialised and model.may_initialise(push_id.trainer_id)
-        if not initialise and model.state is not ModelState.READY:
+        if not initialise and not model.usable:
             return None
-        registration = Registration(initialise=initialise, placement=model.placement, epoch=model.epoch)
+        registration = Registration(initialise=initialise, placement=self._placement_of(model), epoch=model.epoch)
         self._outcomes.record(push_id, registration)
         return registration
 
@@ -190,9 +207,18 @@ class Coordinator:
             return
         model = self._models.pop(name, None)
         if model is not None:
-            for server in model.servers:
-                self._tell(server, DropShard(model=name, epoch=model.epoch))
+            self._drop(model)
         self._outcomes.record(push_id, True)
+
+    def placement(self, name: str) -> Placement:
+        """Where a model's shards are now.
+
+        Raises:
+            UnknownModel, ModelFailed
+        """
+        model = self._require_model(name)
+        self._require_alive(model)
+        return Placement(version=model.placement_version, epoch=model.epoch, shards=self._placement_of(model))
 
     def knows(self, name: str) -> bool:
         """Whether a model of that name is registered."""
@@ -202,11 +228,16 @@ class Coordinator:
         """What a registration of this model waits for, as text for a user."""
         model = self._models.get(name)
         if model is None:
-            return f"servers: {len(self._servers.alive)} of {self._min_servers} have joined"
+            return (
+                f"servers: {len(self._servers.alive)} have joined; expected {self._min_servers} or more, and more than "
+                "there are to be replicas"
+            )
         if model.not_proposed and model.state is ModelState.READY:
             return f"the ranks {model.not_proposed} to change the model in the same way"
         if model.state is ModelState.CREATING:
             return f"shards to be made on {', '.join(model.servers)}"
+        if model.state is ModelState.READY:
+            return f"replicas to catch up on {', '.join(model.servers)}"
         return f"initial values from trainer {model.initialiser}"
 
     # Servers
@@ -216,19 +247,24 @@ class Coordinator:
         """Length of a server's lease."""
         return self._servers.lease_s
 
-    def server_joined(self, name: str, address: str, incarnation: int, now_s: float) -> None:
+    def server_joined(self, name: str, address: str, incarnation: int, now_s: float, arithmetic: str = "") -> None:
         """A server opened its link; everything it may have missed is told again.
+
+        Args:
+            arithmetic: what the bits of its results depend on; replicas have the same as their primary.
 
         Raises:
             ConfigError: another living server has the name.
         """
-        before = self._servers.join(name, address, incarnation, now_s)
+        before = self._servers.join(name, address, incarnation, now_s, arithmetic)
         if before is not None:
             self._lost(before, "it was restarted")
         for model in self._models.values():
-            self._tell_again(name, model)
+            for group in model.groups:
+                self._tell_again(name, model, group)
         # Last: what the dead have left is freed by it, and rounds that were decided before their end count it.
         self._tell(name, LivingTrainers(trainer_ids=tuple(each.trainer_id for each in self._membership.members)))
+        self._replicate(now_s)
 
     def server_unlinked(self, name: str, incarnation: int) -> None:
         """A server's link broke; the server counts as alive until its lease ends."""
@@ -246,27 +282,73 @@ class Coordinator:
     def report(self, server: str, report: Report, now_s: float) -> None:
         """Takes a server's report. Repeats change nothing; a shard of a model or epoch that is gone is told to go."""
         model = self._models.get(report.model)
-        if model is None or model.epoch != report.epoch or server not in model.servers:
-            self._tell(server, DropShard(model=report.model, epoch=report.epoch))
-            return
+        group = model.group(report.shard) if model is not None else None
+        if model is None or group is None or server not in group.members:
+            self._tell(server, DropShard(model=report.model, shard=report.shard, epoch=report.epoch))
+        elif report.epoch != group.epoch:
+            # A replica that has not heard of the new epoch yet keeps what it has; what is of an older one goes.
+            if report.epoch < model.epoch:
+                self._tell(server, DropShard(model=report.model, shard=report.shard, epoch=report.epoch))
+        elif server == group.primary and not group.electing:
+            self._primary_reports(model, group, report, now_s)
+        else:
+            self._replica_reports(model, group, server, report, now_s)
+
+    def _primary_reports(self, model: Model, group: ShardGroup, report: Report, now_s: float) -> None:
         if isinstance(report, ShardCreated):
-            model.shard_created(server)
+            model.shard_created(group)
         elif isinstance(report, ShardInitialised):
-            if model.shard_initialised(server, report.trainer_id):
+            if model.shard_initialised(group, report.trainer_id):
                 logger.info("model %s is ready, with the values of trainer %d", model.spec.name, report.trainer_id)
-                for each in model.servers:
-                    self._tell(each, self._ready_command(model))
+                for each in model.groups:
+                    self._tell(each.primary, model.ready_command(each))
+                    self._set_replicas(model, each)
         elif isinstance(report, Committed):
             model.stepped(report.trainer_id, report.commit.step)
-            if model.rounds.committed(server, report, now_s):
+            if (refusal := model.rounds.refusal_of(report)) is not None:
+                self._tell(group.primary, model.round_command(group, refusal))
+            elif model.rounds.committed(report, now_s):
                 self._advance(model, now_s)
         elif isinstance(report, Prepared):
-            model.rounds.prepared(server, report)
+            model.rounds.prepared(report)
             self._advance(model, now_s)
+        elif isinstance(report, Applied):
+            model.rounds.applied(group.shard, report.round)
+            model.shard_rounds[group.shard] = max(model.shard_rounds[group.shard], report.round)
+            model.versions[group.shard] = max(model.versions[group.shard], report.version)
+        elif isinstance(report, ShardPromoted):
+            self._promoted(model, group, report, now_s)
         elif isinstance(report, ShardFailed):
-            self._fail(model, f"server {server} could not {report.failure}")
-        else:
-            self._applied(model, server, report)
+            self._primary_lost(model, group, f"server {group.primary} could not {report.failure}")
+        elif isinstance(report, ReplicaCaughtUp | ReplicaFailed | ReplicaLag):
+            self._of_replica(model, group, report, now_s)
+
+    def _replica_reports(self, model: Model, group: ShardGroup, server: str, report: Report, now_s: float) -> None:
+        replica = group.replicas.get(server)
+        if replica is None:
+            return
+        if isinstance(report, ShardCreated) and replica.state is ReplicaState.MAKING:
+            replica.state = ReplicaState.CATCHING_UP
+            self._set_replicas(model, group)
+        elif isinstance(report, ReplicaFenced):
+            group.fenced(server, report.position)
+            self._elect(model, group)
+        elif isinstance(report, ShardFailed):
+            self._remove_replica(model, group, replica, f"could not {report.failure}", now_s)
+
+    def _of_replica(
+        self, model: Model, group: ShardGroup, report: ReplicaCaughtUp | ReplicaFailed | ReplicaLag, now_s: float
+    ) -> None:
+        replica = group.replica(report.number)
+        if replica is None:
+            self._set_replicas(model, group)  # the primary has missed that it counts no more
+        elif isinstance(report, ReplicaLag):
+            replica.lag = report.num_entries
+        elif isinstance(report, ReplicaFailed):
+            self._remove_replica(model, group, replica, report.failure, now_s)
+        elif replica.state is not ReplicaState.IN_SYNC:
+            replica.state, replica.lag = ReplicaState.IN_SYNC, 0
+            logger.info("model %s: %s has a replica of shard %d in sync", model.spec.name, replica.server, group.shard)
 
     # Time
 
@@ -290,6 +372,7 @@ class Coordinator:
         for server in silent:
             self._servers.lose(server)
             self._lost(server, f"nothing was heard from it for {self._servers.lease_s:g} s")
+        self._replicate(now_s)
         decided = [self._advance(model, now_s) for model in self._models.values() if model.rounds.undecided]
         return bool(overdue or silent or any(decided))
 
@@ -300,7 +383,7 @@ class Coordinator:
     # Inside
 
     def _create(self, spec: ModelSpec) -> Model | None:
-        if len(self._servers.alive) < self._min_servers:
+        if len(self._servers.alive) < max(self._min_servers, spec.replicas + 1):
             return None
         model = self._place(spec)
         logger.info("model %s is placed on %s", spec.name, ", ".join(model.servers))
@@ -316,42 +399,42 @@ class Coordinator:
 
     def _place(self, spec: ModelSpec, replaced: Model | None = None) -> Model:
         """Places a model on all living servers, under a new epoch; the shards of the replaced one go first."""
-        model = Model(spec, [(each.name, each.address) for each in self._servers.alive], self._epoch + 1, replaced)
-        self._epoch += 1
+        model = Model(spec, [each.name for each in self._servers.alive], self._last_number + 1, replaced)
+        self._last_number += 1
         self._models[spec.name] = model
         if replaced is not None:
-            for server in replaced.servers:
-                self._tell(server, DropShard(model=spec.name, epoch=replaced.epoch))
-        for server in model.servers:
-            self._tell(server, self._create_command(model, server))
+            self._drop(replaced)
+        for group in model.groups:
+            self._tell(group.primary, model.create_command(group, replica=False))
+        for group in model.groups:
+            self._add_replicas(model, group, self._last_looked_s)
         return model
 
-    def _create_command(self, model: Model, server: str) -> CreateShard:
-        place = next(each for each in model.placement if each.server == server)
-        return CreateShard(
-            spec=model.spec,
-            epoch=model.epoch,
-            runs=place.runs,
-            round=model.first_round,
-            version=model.first_version,
+    def _placement_of(self, model: Model) -> tuple[ShardPlacement, ...]:
+        return tuple(
+            ShardPlacement(
+                shard=group.shard,
+                epoch=group.epoch,
+                server=group.primary,
+                address=self._servers.address_of(group.primary),
+                runs=group.runs,
+            )
+            for group in model.groups
         )
 
-    def _ready_command(self, model: Model) -> ModelReady:
-        assert model.initialiser is not None
-        return ModelReady(model=model.spec.name, epoch=model.epoch, initialiser=model.initialiser)
+    def _drop(self, model: Model) -> None:
+        for group in model.groups:
+            for server in group.members:
+                self._tell(server, DropShard(model=model.spec.name, shard=group.shard, epoch=group.epoch))
 
     def _advance(self, model: Model, now_s: float) -> bool:
         """Decides what can be decided; whether that was anything."""
-        commands = model.rounds.advance(now_s) if model.state is ModelState.READY else []
-        for command in commands:
-            for server in model.servers:
-                self._tell(server, command)
-        return bool(commands)
-
-    def _applied(self, model: Model, server: str, report: Applied) -> None:
-        model.rounds.applied(server, report.round)
-        model.shard_rounds[server] = max(model.shard_rounds[server], report.round)
-        model.versions[server] = max(model.versions[server], report.version)
+        news = model.rounds.advance(now_s) if model.state is ModelState.READY else []
+        for each in news:
+            for group in model.groups:
+                if not group.electing:
+                    self._tell(group.primary, model.round_command(group, each))
+        return bool(news)
 
     def _end_trainer(self, trainer_id: int, now_s: float) -> None:
         if not self._membership.end(trainer_id):
@@ -366,32 +449,148 @@ class Coordinator:
                 self._fail(model, "every trainer ended while its description was being changed")
             self._advance(model, now_s)
 
+    # Servers that are lost
+
     def _lost(self, server: Server, why: str) -> None:
         logger.error("server %s at %s was lost: %s", server.name, server.address, why)
         for model in self._models.values():
-            if server.name in model.servers and model.state is not ModelState.FAILED:
-                self._fail(model, f"server {server.name} at {server.address} was lost: {why}")
+            for group in model.groups if model.state is not ModelState.FAILED else ():
+                replica = group.remove(server.name)
+                if replica is not None and group.electing:
+                    self._elect(model, group)
+                elif replica is not None:
+                    self._set_replicas(model, group)
+                if server.name == group.primary and not group.electing:
+                    self._primary_lost(model, group, f"server {server.name} at {server.address} was lost: {why}")
+
+    def _primary_lost(self, model: Model, group: ShardGroup, why: str) -> None:
+        """The primary's copy of a shard is gone: a replica goes on, or nobody can."""
+        name, lost, epoch = model.spec.name, group.primary, group.epoch
+        catching_up = [each.server for each in group.replicas.values() if each.state is not ReplicaState.IN_SYNC]
+        if model.state is not ModelState.READY or not group.in_sync:
+            self._fail(model, why)
+            return
+        self._last_number += 1
+        group.begin_election(self._last_number)
+        model.rounds.shard_lost(group.shard)
+        logger.error("model %s: shard %d has lost its primary: %s", name, group.shard, why)
+        for server in (lost, *catching_up):
+            self._tell(server, DropShard(model=name, shard=group.shard, epoch=epoch))
+        for replica in group.in_sync:
+            self._tell(replica.server, FenceReplica(model=name, shard=group.shard, epoch=group.epoch))
+
+    def _elect(self, model: Model, group: ShardGroup) -> None:
+        if not group.positions:
+            self._fail(model, f"every replica of shard {group.shard} was lost, too, before one could go on")
+            return
+        elected = group.elect()
+        if elected is None:
+            return
+        self._last_number += 1
+        model.placement_version = self._last_number
+        logger.warning(
+            "model %s: %s goes on with shard %d, epoch %d", model.spec.name, elected.server, group.shard, group.epoch
+        )
+        self._tell(group.primary, self._promote_command(model, group))
+
+    def _promote_command(self, model: Model, group: ShardGroup) -> Promote:
+        return Promote(
+            model=model.spec.name, shard=group.shard, epoch=group.epoch, replicas=self._addresses(group.in_sync)
+        )
+
+    def _promoted(self, model: Model, group: ShardGroup, report: ShardPromoted, now_s: float) -> None:
+        if group.created:
+            return
+        group.created = True
+        model.rounds.shard_promoted(group.shard, report.round, report.attempt)
+        for news in model.rounds.outstanding(group.shard):
+            self._tell(group.primary, model.round_command(group, news))
+        self._set_replicas(model, group)
+        self._replicate(now_s)
+        self._advance(model, now_s)
+
+    # Replicas
+
+    def _replicate(self, now_s: float) -> None:
+        """Where a shard has fewer replicas than it should, and a server could keep one, has one made."""
+        self._last_looked_s = now_s
+        for model in self._models.values():
+            for group in model.groups if model.state is not ModelState.FAILED else ():
+                if not group.electing:
+                    self._add_replicas(model, group, now_s)
+
+    def _add_replicas(self, model: Model, group: ShardGroup, now_s: float) -> None:
+        while len(group.replicas) < model.spec.replicas:
+            server = self._servers.for_replica(group.members, self._num_copies(), now_s)
+            if server is None:
+                return
+            self._last_number += 1
+            group.replicas[server] = Replica(number=self._last_number, server=server)
+            self._tell(server, model.create_command(group, replica=True))
+
+    def _num_copies(self) -> Counter[str]:
+        """Shards that each server has, or has a copy of."""
+        return Counter(server for model in self._models.values() for group in model.groups for server in group.members)
+
+    def _remove_replica(self, model: Model, group: ShardGroup, replica: Replica, why: str, now_s: float) -> None:
+        """A replica counts no more; if its server lives, it may get another one later."""
+        name = model.spec.name
+        logger.error("model %s: the replica of shard %d on %s is given up: %s", name, group.shard, replica.server, why)
+        group.remove(replica.server)
+        self._servers.failed_replica(replica.server, now_s)
+        self._tell(replica.server, DropShard(model=name, shard=group.shard, epoch=group.epoch))
+        if group.electing:
+            self._elect(model, group)
+        else:
+            self._set_replicas(model, group)
+
+    def _set_replicas(self, model: Model, group: ShardGroup) -> None:
+        """Tells a primary who its replicas are, as far as they have been made."""
+        if model.spec.replicas and model.state is ModelState.READY and not group.electing:
+            made = [each for each in group.replicas.values() if each.state is not ReplicaState.MAKING]
+            self._tell(
+                group.primary,
+                SetReplicas(
+                    model=model.spec.name, shard=group.shard, epoch=group.epoch, replicas=self._addresses(made)
+                ),
+            )
+
+    def _addresses(self, replicas: Iterable[Replica]) -> tuple[ReplicaAddress, ...]:
+        return tuple(
+            ReplicaAddress(number=each.number, server=each.server, address=self._servers.address_of(each.server))
+            for each in replicas
+        )
 
     def _fail(self, model: Model, why: str) -> None:
         model.fail(
             f"model {model.spec.name!r} has failed: {why}. Its values are gone; start the cluster again and "
             "restore the model from where you saved it"
         )
-        for server in model.servers:
-            self._tell(server, FailModel(model=model.spec.name, epoch=model.epoch, reason=model.failure))
+        for group in model.groups:
+            for server in group.members:
+                self._tell(server, model.fail_command(group))
 
-    def _tell_again(self, server: str, model: Model) -> None:
-        if server not in model.servers:
-            return
-        name, epoch = model.spec.name, model.epoch
+    def _tell_again(self, server: str, model: Model, group: ShardGroup) -> None:
+        """What a server may have missed of a shard, while its link was down."""
         if model.state is ModelState.FAILED:
-            self._tell(server, FailModel(model=name, epoch=epoch, reason=model.failure))
-            return
-        self._tell(server, self._create_command(model, server))
-        if model.state is ModelState.READY:
-            self._tell(server, self._ready_command(model))
-        for command in model.rounds.outstanding(server):
-            self._tell(server, command)
+            if server in group.members:
+                self._tell(server, model.fail_command(group))
+        elif group.electing:
+            if server in group.replicas:
+                self._tell(server, FenceReplica(model=model.spec.name, shard=group.shard, epoch=group.epoch))
+        elif server in group.replicas:
+            if group.replicas[server].state is ReplicaState.MAKING:
+                self._tell(server, model.create_command(group, replica=True))
+        elif server == group.primary:
+            if group.epoch != model.epoch:
+                self._tell(server, self._promote_command(model, group))
+            else:
+                self._tell(server, model.create_command(group, replica=False))
+            if model.state is ModelState.READY:
+                self._tell(server, model.ready_command(group))
+            self._set_replicas(model, group)
+            for news in model.rounds.outstanding(group.shard) if group.created else ():
+                self._tell(server, model.round_command(group, news))
 
     def _tell(self, server: str, command: Command) -> None:
         if self._servers.hears(server):

@@ -1,5 +1,6 @@
 """Remembers the outcome of each mutation, so that a retry changes nothing."""
 
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from pserver.errors import InvalidRequest, StalePush
@@ -38,11 +39,8 @@ class DedupTable(Generic[T]):
                 f"trainer {push_id.trainer_id} repeats mutation {push_id.sequence}, but has acknowledged everything "
                 f"below {lowest}; it is not applied again"
             )
+        self._acknowledge(push_id.trainer_id, push_id.lowest_unacknowledged)
         outcomes = self._outcomes.get(push_id.trainer_id, {})
-        if push_id.lowest_unacknowledged > lowest:
-            self._lowest[push_id.trainer_id] = push_id.lowest_unacknowledged
-            for sequence in [each for each in outcomes if each < push_id.lowest_unacknowledged]:
-                del outcomes[sequence]
         known = outcomes.get(push_id.sequence)
         if known is None and len(outcomes) >= MAX_UNACKNOWLEDGED:
             raise InvalidRequest(
@@ -58,6 +56,34 @@ class DedupTable(Generic[T]):
     def record(self, push_id: PushId, outcome: T) -> None:
         """Stores the outcome of a mutation."""
         self._outcomes.setdefault(push_id.trainer_id, {})[push_id.sequence] = outcome
+
+    def redo(self, push_id: PushId, outcome: T) -> None:
+        """Stores the outcome of a mutation that another table has let pass, and what its sender had acknowledged."""
+        self._acknowledge(push_id.trainer_id, push_id.lowest_unacknowledged)
+        if push_id.sequence >= self._lowest.get(push_id.trainer_id, 1):
+            self.record(push_id, outcome)
+
+    def forget(self, push_id: PushId) -> None:
+        """As if a mutation had never come."""
+        self._outcomes.get(push_id.trainer_id, {}).pop(push_id.sequence, None)
+
+    def trainers(self) -> Iterator[tuple[int, int, Mapping[int, T]]]:
+        """Of each trainer: its id, its lowest unacknowledged number, and its outcomes by number."""
+        for trainer_id in self._outcomes.keys() | self._lowest.keys():
+            yield trainer_id, self._lowest.get(trainer_id, 1), self._outcomes.get(trainer_id, {})
+
+    def restore(self, trainer_id: int, lowest_unacknowledged: int, outcomes: Mapping[int, T]) -> None:
+        """Takes what `trainers` gave of a trainer."""
+        self._lowest[trainer_id] = lowest_unacknowledged
+        self._outcomes[trainer_id] = dict(outcomes)
+
+    def _acknowledge(self, trainer_id: int, lowest_unacknowledged: int) -> None:
+        if lowest_unacknowledged <= self._lowest.get(trainer_id, 1):
+            return
+        self._lowest[trainer_id] = lowest_unacknowledged
+        outcomes = self._outcomes.get(trainer_id, {})
+        for sequence in [each for each in outcomes if each < lowest_unacknowledged]:
+            del outcomes[sequence]
 
     def forget_trainer(self, trainer_id: int) -> None:
         """Drops everything about a trainer whose id is refused from now on."""

@@ -21,7 +21,8 @@ class ModelSpec:
 
     `optimizer_groups` holds the constructor arguments of each parameter group, complete with defaults; `buffers` names
     the policy for the buffers that travel with every step (see `BUFFER_POLICIES`). `codec` is that of the gradients,
-    `pull_codec` that of the values on their way to trainers (see `coding`).
+    `pull_codec` that of the values on their way to trainers (see `coding`). `replicas`: how many other servers keep a
+    copy of each shard.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelSpec:
     codec: str = "none"
     codec_arguments: Mapping[str, object] = field(default_factory=dict)
     pull_codec: str = "none"
+    replicas: int = 0
 
     def layout(self) -> Layout:
         """Where each tensor lies; raises as `build_layout`, `optimizer_entry` and `make_codec` do."""
@@ -71,8 +73,10 @@ class CommitInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlacement:
-    """One server's part of a model: runs of buckets, each from its first to before its last."""
+    """One shard of a model: runs of buckets, each from its first to before its last, and the server that is primary."""
 
+    shard: int
+    epoch: int
     server: str
     address: str
     runs: tuple[range, ...]
@@ -128,18 +132,53 @@ class Decision:
         return bool(self.divisor) and not self.skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A round before its decision: who is in it, and the rules that its decision follows from. See `Prepare`."""
+
+    plan: Decision
+    attempt: int
+    rules: GradientRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A step that enters no round. `round` is the last decided one; `error` names what its trainer raises, if any."""
+
+    trainer_id: int
+    step: int
+    round: int
+    staleness: int
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAddress:
+    """One copy of a shard: its server, and a number that no other copy ever has."""
+
+    number: int
+    server: str
+    address: str
+
+
 # Commands: coordinator -> server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateShard:
-    """Make a shard of these buckets; its last round and version are those of the placement that it replaces."""
+    """Make a shard of these buckets; its last round and version are those of the placement that it replaces.
+
+    `replica`: the server is to keep a copy of it, and hears all else of it from its primary.
+    """
 
     spec: ModelSpec
+    shard: int
     epoch: int
     runs: tuple[range, ...]
     round: int = 0
     version: int = 0
+    replica: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +186,7 @@ class ModelReady:
     """Every shard holds the initial values of `initialiser`: they become the model's, and no more may come."""
 
     model: str
+    shard: int
     epoch: int
     initialiser: int
 
@@ -156,6 +196,7 @@ class Apply:
     """Apply a decided round."""
 
     model: str
+    shard: int
     epoch: int
     decision: Decision
 
@@ -164,27 +205,23 @@ class Apply:
 class Prepare:
     """Compute the mean gradient of a round and report what its decision needs to know (see `Prepared`).
 
-    `plan` is the decision as far as it is known; `look_for_nonfinite`: count NaN and infinite elements.
+    The plan's decision is as far as it is known; of two plans of a round, the later attempt counts.
     """
 
     model: str
+    shard: int
     epoch: int
-    plan: Decision
-    look_for_nonfinite: bool
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reject:
-    """A step enters no round: free its gradients and tell its trainer. `round` is the last decided one."""
+    """A step enters no round: free its gradients and tell its trainer."""
 
     model: str
+    shard: int
     epoch: int
-    trainer_id: int
-    step: int
-    round: int
-    staleness: int
-    reason: str
-    error: str
+    refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +250,7 @@ class FailModel:
     """A model cannot go on: tell everybody who waits."""
 
     model: str
+    shard: int
     epoch: int
     reason: str
 
@@ -222,7 +260,40 @@ class DropShard:
     """Free a shard."""
 
     model: str
+    shard: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceReplica:
+    """The shard's primary is lost: take nothing from it any more, and say how far this replica's log goes."""
+
+    model: str
+    shard: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """Be the primary of a shard, under a new epoch; these replicas have all that was ever shown to anybody."""
+
+    model: str
+    shard: int
+    epoch: int
+    replicas: tuple[ReplicaAddress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetReplicas:
+    """Those are a shard's replicas, and no others count.
+
+    Bring those that are new up to date while rounds go on, and report when nothing is shown any more that they lack.
+    """
+
+    model: str
+    shard: int
+    epoch: int
+    replicas: tuple[ReplicaAddress, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +314,9 @@ Command = (
     | EndTrainer
     | FailModel
     | DropShard
+    | FenceReplica
+    | Promote
+    | SetReplicas
     | HeartbeatHeard
 )
 
@@ -254,6 +328,7 @@ class ShardCreated:
     """A shard exists and waits for its initial values."""
 
     model: str
+    shard: int
     epoch: int
 
 
@@ -262,6 +337,7 @@ class ShardInitialised:
     """A shard holds all initial values, sent by this trainer."""
 
     model: str
+    shard: int
     epoch: int
     trainer_id: int
 
@@ -271,6 +347,7 @@ class Committed:
     """A shard has everything of one trainer's step."""
 
     model: str
+    shard: int
     epoch: int
     trainer_id: int
     commit: CommitInfo
@@ -281,13 +358,16 @@ class Prepared:
     """What a shard knows about the mean gradient of a round.
 
     Attributes:
+        attempt: of the plan.
         squares: for each of its stepped buckets the sum of squared absolute values, computed in float64.
         nonfinite: by trainer, if it was asked to look.
     """
 
     model: str
+    shard: int
     epoch: int
     round: int
+    attempt: int
     squares: tuple[float, ...]
     nonfinite: tuple[NonFinite, ...]
 
@@ -297,6 +377,7 @@ class Applied:
     """A shard has applied every round up to this one."""
 
     model: str
+    shard: int
     epoch: int
     round: int
     version: int
@@ -307,8 +388,75 @@ class ShardFailed:
     """A shard could not do what it was told; `failure` says what and why."""
 
     model: str
+    shard: int
     epoch: int
     failure: str
 
 
-Report = ShardCreated | ShardInitialised | Committed | Prepared | Applied | ShardFailed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFenced:
+    """A replica takes nothing of earlier epochs any more; `position` is the last entry of its log."""
+
+    model: str
+    shard: int
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPromoted:
+    """A replica is the primary now: its last applied round, and the attempt that it has of the next one (0: none)."""
+
+    model: str
+    shard: int
+    epoch: int
+    round: int
+    version: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCaughtUp:
+    """The primary shows nothing any more that this replica lacks."""
+
+    model: str
+    shard: int
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFailed:
+    """A replica cannot be reached, or is not what its primary is; `failure` says why."""
+
+    model: str
+    shard: int
+    epoch: int
+    number: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLag:
+    """Entries of the primary's log that a replica has not acknowledged yet."""
+
+    model: str
+    shard: int
+    epoch: int
+    number: int
+    num_entries: int
+
+
+Report = (
+    ShardCreated
+    | ShardInitialised
+    | Committed
+    | Prepared
+    | Applied
+    | ShardFailed
+    | ReplicaFenced
+    | ShardPromoted
+    | ReplicaCaughtUp
+    | ReplicaFailed
+    | ReplicaLag
+)

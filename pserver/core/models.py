@@ -4,16 +4,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from pserver.core.messages import ModelSpec, ShardPlacement
+from pserver.core.groups import ShardGroup
+from pserver.core.messages import (
+    Apply,
+    Command,
+    CreateShard,
+    Decision,
+    FailModel,
+    ModelReady,
+    ModelSpec,
+    Plan,
+    Prepare,
+    Reject,
+)
 from pserver.core.optimizers import check_groups
 from pserver.core.placement import place_buckets
-from pserver.core.rounds import BUFFER_POLICIES, RoundBook
+from pserver.core.rounds import BUFFER_POLICIES, RoundBook, RoundNews
 from pserver.core.sync import make_policy
 from pserver.errors import InvalidRequest, LayoutMismatch
 from pserver.wire.layout import Layout, first_difference
 
 MAX_NAME_LENGTH = 255
 MAX_WORLD_SIZE = 1 << 20
+MAX_REPLICAS = 16
 
 
 class ModelState(Enum):
@@ -38,7 +51,7 @@ class Model:
 
     Args:
         spec: as its first trainer sees it.
-        servers: (name, address) of the servers to place it on.
+        servers: names of the servers to place it on.
         epoch: of this placement.
         replaced: the model in whose place it comes, with its rounds and trainers.
 
@@ -46,52 +59,84 @@ class Model:
         UnsupportedModel, UnsupportedOptimizer, InvalidRequest: the model cannot be distributed.
     """
 
-    def __init__(
-        self, spec: ModelSpec, servers: Sequence[tuple[str, str]], epoch: int, replaced: "Model | None" = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, servers: Sequence[str], epoch: int, replaced: "Model | None" = None) -> None:
         layout = check_spec(spec)
         policy = make_policy(spec.sync_policy, spec.sync_policy_arguments)
         self.spec = spec
-        self.epoch = epoch
+        self.epoch = self.placement_version = epoch
         self.state = ModelState.CREATING
         self.failure = ""
         self.initialiser: int | None = None
-        self.placement = tuple(
-            ShardPlacement(server=name, address=address, runs=runs)
-            for (name, address), runs in zip(servers, place_buckets(layout, len(servers)), strict=True)
-            if runs
-        )
+        placed = [each for each in zip(servers, place_buckets(layout, len(servers)), strict=True) if each[1]]
+        self.groups = [
+            ShardGroup(shard=shard, runs=runs, epoch=epoch, primary=server)
+            for shard, (server, runs) in enumerate(placed)
+        ]
         names = [each.name for each in spec.tensors]
         if replaced is None:
             self.rounds = RoundBook(
                 policy,
-                model=spec.name,
                 names=names,
-                servers=self.servers,
-                epoch=epoch,
+                num_shards=len(self.groups),
                 world_size=spec.world_size,
                 buffers=spec.buffers,
+                always_prepares=spec.replicas > 0,
             )
         else:
             self.rounds = replaced.rounds
-            self.rounds.move(names, self.servers, epoch)
+            self.rounds.replace(names, len(self.groups))
         self._replaces = replaced is not None
         self.first_round = self.rounds.round
         self.first_version = self.rounds.version
-        self.versions: dict[str, int] = dict.fromkeys(self.servers, self.first_version)
-        self.shard_rounds = dict.fromkeys(self.servers, self.rounds.round)
-        self.shard_bytes = {
-            each.server: sum(layout.buckets[index].num_master_bytes for run in each.runs for index in run)
-            for each in self.placement
-        }
-        self._created: set[str] = set()
-        self._initialised: set[str] = set()
+        self.versions: dict[int, int] = dict.fromkeys(range(len(self.groups)), self.first_version)
+        self.shard_rounds = dict.fromkeys(range(len(self.groups)), self.rounds.round)
+        self.shard_bytes = [
+            sum(layout.buckets[index].num_master_bytes for run in group.runs for index in run) for group in self.groups
+        ]
+        self._initialised: set[int] = set()
+        self._replicated = spec.replicas == 0
         self._proposals: dict[int, _Proposal] = {}
+
+    def group(self, shard: int) -> ShardGroup | None:
+        """A shard by its number, if there is such a one."""
+        return self.groups[shard] if 0 <= shard < len(self.groups) else None
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Names of the servers that own a part."""
-        return tuple(each.server for each in self.placement)
+        """Names of the servers that have a part, or a copy of one."""
+        return tuple(dict.fromkeys(server for group in self.groups for server in group.members))
+
+    # What servers are told
+
+    def create_command(self, group: ShardGroup, *, replica: bool) -> CreateShard:
+        """Has a shard made, or a copy of it."""
+        return CreateShard(
+            spec=self.spec,
+            shard=group.shard,
+            epoch=group.epoch,
+            runs=group.runs,
+            round=self.first_round,
+            version=self.first_version,
+            replica=replica,
+        )
+
+    def ready_command(self, group: ShardGroup) -> ModelReady:
+        """Says whose initial values count."""
+        assert self.initialiser is not None
+        return ModelReady(model=self.spec.name, shard=group.shard, epoch=group.epoch, initialiser=self.initialiser)
+
+    def fail_command(self, group: ShardGroup) -> FailModel:
+        """Says why the model cannot go on."""
+        return FailModel(model=self.spec.name, shard=group.shard, epoch=group.epoch, reason=self.failure)
+
+    def round_command(self, group: ShardGroup, news: RoundNews) -> Command:
+        """What a shard must hear of a round."""
+        name, shard, epoch = self.spec.name, group.shard, group.epoch
+        if isinstance(news, Decision):
+            return Apply(model=name, shard=shard, epoch=epoch, decision=news)
+        if isinstance(news, Plan):
+            return Prepare(model=name, shard=shard, epoch=epoch, plan=news)
+        return Reject(model=name, shard=shard, epoch=epoch, refusal=news)
 
     def require_same(self, offered: ModelSpec) -> None:
         """Refuses a trainer whose model differs.
@@ -112,7 +157,7 @@ class Model:
         """
         if trainer_id not in self.rounds.attached:
             raise InvalidRequest(f"trainer {trainer_id} is not attached to model {self.spec.name!r}; attach first")
-        for field in ("name", "sync_policy", "sync_policy_arguments", "world_size", "buffers"):
+        for field in ("name", "sync_policy", "sync_policy_arguments", "world_size", "buffers", "replicas"):
             if getattr(spec, field) != getattr(self.spec, field):
                 raise InvalidRequest(
                     f"model {self.spec.name!r}: {field} cannot be changed from {getattr(self.spec, field)!r} to "
@@ -154,21 +199,28 @@ class Model:
 
     # Becoming ready
 
-    def shard_created(self, server: str) -> None:
+    def shard_created(self, group: ShardGroup) -> None:
         """Notes that a shard exists."""
-        self._created.add(server)
-        if self.state is ModelState.CREATING and self._created >= set(self.servers):
+        group.created = True
+        if self.state is ModelState.CREATING and all(each.created for each in self.groups):
             self.state = ModelState.INITIALISING
 
-    def shard_initialised(self, server: str, trainer_id: int) -> bool:
+    def shard_initialised(self, group: ShardGroup, trainer_id: int) -> bool:
         """Notes that a shard holds the values of the present initialiser; True if the model has just become ready."""
         if self.state is not ModelState.INITIALISING or trainer_id != self.initialiser:
             return False
-        self._initialised.add(server)
-        if not self._initialised >= set(self.servers):
+        self._initialised.add(group.shard)
+        if len(self._initialised) < len(self.groups):
             return False
         self.state = ModelState.READY
         return True
+
+    @property
+    def usable(self) -> bool:
+        """Whether trainers may begin: it has its values, and the copies that it began with have them as well."""
+        if self.state is ModelState.READY and not self._replicated:
+            self._replicated = not any(group.settling for group in self.groups)
+        return self.state is ModelState.READY and self._replicated
 
     def may_initialise(self, trainer_id: int) -> bool:
         """Whether this trainer is, or now becomes, the one that sends the initial values.
@@ -212,6 +264,8 @@ def check_spec(spec: ModelSpec) -> Layout:
         raise InvalidRequest(f"a model's name must have 1 to {MAX_NAME_LENGTH} characters, got {spec.name[:64]!r}")
     if not 1 <= spec.world_size <= MAX_WORLD_SIZE:
         raise InvalidRequest(f"world_size must be in 1..{MAX_WORLD_SIZE}, but is {spec.world_size}")
+    if not 0 <= spec.replicas <= MAX_REPLICAS:
+        raise InvalidRequest(f"replicas must be in 0..{MAX_REPLICAS}, but is {spec.replicas}")
     if spec.buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f"buffers must be one of {list(BUFFER_POLICIES)}, but is {spec.buffers!r}")
     layout = spec.layout()

@@ -20,16 +20,19 @@ def weights_and_divisor(samples: Sequence[int]) -> tuple[list[int], int]:
     return weights, sum(weights)
 
 
-def weighted_mean(gradients: Sequence[torch.Tensor], weights: Sequence[int], divisor: int) -> torch.Tensor:
+def weighted_mean(
+    gradients: Sequence[torch.Tensor], weights: Sequence[int], divisor: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """sum(weight * gradient) / divisor, summed in the order given.
 
     Args:
         gradients: 1-D tensors of one dtype and size; they stay as they are.
         weights: one for each, at least 1.
         divisor: at least 1.
+        out: where the result goes, of the same dtype and size.
 
     Returns:
-        A new tensor; the gradient itself, if there is one and nothing to multiply or divide.
+        `out`; without one a new tensor, or the gradient itself if there is one and nothing to multiply or divide.
     """
     total: torch.Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
@@ -37,13 +40,15 @@ def weighted_mean(gradients: Sequence[torch.Tensor], weights: Sequence[int], div
         if total is None:
             total = weighted
         elif total is gradients[0]:
-            total = total + weighted
+            total = torch.add(total, weighted, out=out)
         else:
             total.add_(weighted)
     assert total is not None
-    if divisor == 1:
-        return total
-    return total / divisor if total is gradients[0] else total.div_(divisor)
+    if divisor != 1:
+        total = torch.div(total, divisor, out=out) if total is gradients[0] else total.div_(divisor)
+    if out is not None and total is not out:
+        return out.copy_(total)
+    return total
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:

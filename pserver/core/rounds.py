@@ -4,19 +4,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from pserver.core.messages import (
-    Apply,
-    Command,
-    CommitInfo,
-    Committed,
-    Contribution,
-    Decision,
-    Prepare,
-    Prepared,
-    Reject,
-)
+from pserver.core.messages import CommitInfo, Committed, Contribution, Decision, Plan, Prepared, Refusal
 from pserver.core.reduce import weights_and_divisor
-from pserver.core.rules import GradientRules, treat
+from pserver.core.rules import treat
 from pserver.core.sync import MemberView, Offer, RoundView, SyncPolicy, Verdict
 
 #: Buffers that travel with every step: of the lowest rank, their mean, or not at all.
@@ -32,7 +22,7 @@ class _Waiting:
     """A commit; `offer` once every shard has it."""
 
     commit: CommitInfo
-    servers: set[str] = field(default_factory=set)
+    shards: set[int] = field(default_factory=set)
     offer: Offer | None = None
     since_s: float = 0.0
 
@@ -47,7 +37,7 @@ class _Expected:
     seen_step: int = 0
     commits: dict[int, _Waiting] = field(default_factory=dict)
     latest: CommitInfo | None = None
-    rejection: Reject | None = None
+    rejection: Refusal | None = None
 
     @property
     def waiting(self) -> _Waiting | None:
@@ -56,13 +46,27 @@ class _Expected:
         return next(whole, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A commit that a plan has taken, and what its trainer was before."""
+
+    trainer_id: int
+    waiting: _Waiting
+    settled_step: int
+    told_round: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Preparing:
-    """A round whose members are decided, while shards look at its mean gradient."""
+    """A round whose members are decided, while shards look at its mean gradient, or make sure that it survives them."""
 
-    command: Prepare
-    rules: GradientRules
-    reports: dict[str, Prepared] = field(default_factory=dict)
+    plan: Plan
+    taken: list[_Taken]
+    reports: dict[int, Prepared] = field(default_factory=dict)
+
+
+#: What shards are told of a round: all about it, who is in it, or of a step that is in none.
+RoundNews = Decision | Plan | Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +86,11 @@ class RoundBook:
 
     Args:
         policy: says who is in a round.
-        model: its name, for commands.
         names: of the model's tensors.
-        servers: owners of the model's shards.
-        epoch: of their placement.
+        num_shards: how many shards the model has.
         world_size: trainers that must have attached before the first round, if the policy wants them gathered.
         buffers: one of `BUFFER_POLICIES`.
+        always_prepares: whether shards must have every round before it is decided, since they may be lost.
 
     Attributes:
         round: the last decided one.
@@ -98,16 +101,16 @@ class RoundBook:
         self,
         policy: SyncPolicy,
         *,
-        model: str,
         names: Sequence[str],
-        servers: Iterable[str],
-        epoch: int,
+        num_shards: int,
         world_size: int,
         buffers: str,
+        always_prepares: bool = False,
     ) -> None:
         self.policy = policy
         self.round = self.version = 0
-        self._model = model
+        self._always_prepares = always_prepares
+        self._num_attempts = 0
         self._world_size = world_size
         self._buffers = buffers
         self._started = not policy.gathers
@@ -115,13 +118,12 @@ class RoundBook:
         self._num_arrived = 0
         self._num_accepted = self._num_rejected = self._num_skipped = 0
         self._staleness: Counter[int] = Counter()
-        self.move(names, servers, epoch)
+        self.replace(names, num_shards)
 
-    def move(self, names: Sequence[str], servers: Iterable[str], epoch: int) -> None:
+    def replace(self, names: Sequence[str], num_shards: int) -> None:
         """Goes on with the shards of another placement, which start at the last round. No commit may be waiting."""
         self._names = tuple(names)
-        self._epoch = epoch
-        self._applied: dict[str, int] = dict.fromkeys(servers, self.round)
+        self._applied: dict[int, int] = dict.fromkeys(range(num_shards), self.round)
         self._outstanding: deque[Decision] = deque()
         self._preparing: _Preparing | None = None
         for trainer in self._expected.values():
@@ -162,21 +164,21 @@ class RoundBook:
 
     # What shards report
 
-    def committed(self, server: str, report: Committed, now_s: float) -> bool:
+    def committed(self, report: Committed, now_s: float) -> bool:
         """Notes that one shard has everything of a trainer's step; whether every shard has now.
 
         Repeats and reports of the past change nothing.
         """
         trainer = self._expected.get(report.trainer_id)
-        if trainer is None or server not in self._applied:
+        if trainer is None or report.shard not in self._applied:
             return False
         step = report.commit.step
         trainer.seen_step = max(trainer.seen_step, step)
         if step <= trainer.settled_step:
             return False
         waiting = trainer.commits.setdefault(step, _Waiting(commit=report.commit))
-        waiting.servers.add(server)
-        if waiting.offer is not None or not waiting.servers >= self._applied.keys():
+        waiting.shards.add(report.shard)
+        if waiting.offer is not None or not waiting.shards >= self._applied.keys():
             return False
         self._num_arrived += 1
         # A round of the future is what no trainer can have seen.
@@ -186,19 +188,64 @@ class RoundBook:
         trainer.latest = waiting.commit
         return True
 
-    def prepared(self, server: str, report: Prepared) -> None:
+    def refusal_of(self, report: Committed) -> Refusal | None:
+        """What a shard must hear again: it has everything of a step that was refused when others had it."""
+        trainer = self._expected.get(report.trainer_id)
+        refusal = trainer.rejection if trainer is not None else None
+        return refusal if refusal is not None and refusal.step == report.commit.step else None
+
+    def prepared(self, report: Prepared) -> None:
         """Notes what a shard found in the gradient of the round that is being prepared."""
         preparing = self._preparing
-        if preparing is not None and server in self._applied and report.round == preparing.command.plan.round:
-            preparing.reports[server] = report
+        if preparing is None or report.shard not in self._applied:
+            return
+        if (report.round, report.attempt) == (preparing.plan.plan.round, preparing.plan.attempt):
+            preparing.reports[report.shard] = report
 
-    def applied(self, server: str, round_number: int) -> None:
-        """Notes that a shard has applied every round up to this one."""
-        if server in self._applied:
-            self._applied[server] = max(self._applied[server], round_number)
+    def applied(self, shard: int, round_number: int) -> None:
+        """Notes that a shard, and every replica of it, has every round up to this one."""
+        if shard in self._applied:
+            self._applied[shard] = max(self._applied[shard], round_number)
         slowest = min(self._applied.values(), default=self.round)
         while self._outstanding and self._outstanding[0].round <= slowest:
             self._outstanding.popleft()
+
+    # Shards that are lost, and go on elsewhere
+
+    def shard_lost(self, shard: int) -> None:
+        """A shard's primary is gone, and with it every commit that was in no round; trainers push these again."""
+        for waiting in self._commits():
+            if shard in waiting.shards:
+                waiting.shards.discard(shard)
+                waiting.offer = None
+        if self._preparing is not None:
+            self._preparing.reports.pop(shard, None)
+
+    def shard_promoted(self, shard: int, round_number: int, attempt: int) -> None:
+        """A replica goes on in a shard's place.
+
+        Args:
+            round_number: the last that it has applied.
+            attempt: of the plan of the next round that it has; 0: none.
+        """
+        self._applied[shard] = round_number
+        preparing = self._preparing
+        if preparing is None:
+            return
+        held = (round_number + 1, attempt)
+        if held != (preparing.plan.plan.round, preparing.plan.attempt):
+            self._give_up(preparing)
+
+    def _give_up(self, preparing: _Preparing) -> None:
+        """A plan that a shard has lost gradients of: its commits wait again, until that shard has them, too."""
+        self._preparing = None
+        self.round -= 1
+        for taken in preparing.taken:
+            trainer = self._expected.get(taken.trainer_id)
+            if trainer is not None:
+                trainer.settled_step, trainer.told_round = taken.settled_step, taken.told_round
+                trainer.clock -= 1
+                trainer.commits[taken.waiting.commit.step] = taken.waiting
 
     # Deciding
 
@@ -207,23 +254,23 @@ class RoundBook:
         """Whether a gradient waits for its round, so that time alone may decide it."""
         return any(each.waiting is not None for each in self._expected.values())
 
-    def advance(self, now_s: float) -> list[Command]:
+    def advance(self, now_s: float) -> list[RoundNews]:
         """Decides what can be decided, and returns what every shard must hear of it, in order."""
-        commands: list[Command] = []
+        news: list[RoundNews] = []
         while not self.missing_trainers:
             if self._preparing is not None:
                 if not self._preparing.reports.keys() >= self._applied.keys():
                     break
-                commands.append(self._finish(self._preparing))
+                news.append(self._finish(self._preparing))
                 continue
             verdict = self.policy.verdict(self._view(now_s))
             if verdict.reject:
-                commands += self._reject(verdict)
+                news += self._reject(verdict)
             elif verdict.take:
-                commands.append(self._close(verdict.take))
+                news.append(self._close(verdict.take))
             else:
                 break
-        return commands
+        return news
 
     def postpone(self, pause_s: float, now_s: float) -> None:
         """Moves the deadline of the next round by a time, just over, in which nobody could report."""
@@ -231,13 +278,11 @@ class RoundBook:
             # What has come since the pause is not dated into the future.
             waiting.since_s = min(waiting.since_s + pause_s, now_s)
 
-    def outstanding(self, server: str) -> list[Command]:
+    def outstanding(self, shard: int) -> list[RoundNews]:
         """What a shard may have missed, in order."""
-        missed: list[Command] = [
-            self._apply(decision) for decision in self._outstanding if decision.round > self._applied.get(server, 0)
-        ]
-        if self._preparing is not None and server not in self._preparing.reports:
-            missed.append(self._preparing.command)
+        missed: list[RoundNews] = [each for each in self._outstanding if each.round > self._applied.get(shard, 0)]
+        if self._preparing is not None and shard not in self._preparing.reports:
+            missed.append(self._preparing.plan)
         missed += [each.rejection for each in self._expected.values() if each.rejection is not None]
         return missed
 
@@ -288,15 +333,13 @@ class RoundBook:
             since_s = min(since_s, waiting.since_s) if waiting is not None else since_s
         return RoundView(round=self.round, members=tuple(members), waited_s=now_s - since_s)
 
-    def _reject(self, verdict: Verdict) -> list[Reject]:
-        rejections: list[Reject] = []
+    def _reject(self, verdict: Verdict) -> list[Refusal]:
+        rejections: list[Refusal] = []
         for trainer_id, trainer in self._expected.items():
             if trainer.rank not in verdict.reject:
                 continue
             waiting = self._settle(trainer)
-            trainer.rejection = Reject(
-                model=self._model,
-                epoch=self._epoch,
+            trainer.rejection = Refusal(
                 trainer_id=trainer_id,
                 step=waiting.commit.step,
                 round=self.round,
@@ -309,9 +352,10 @@ class RoundBook:
         self._num_rejected += len(rejections)
         return rejections
 
-    def _close(self, ranks: frozenset[int]) -> Command:
+    def _close(self, ranks: frozenset[int]) -> Decision | Plan:
         """Makes the next round of these trainers' gradients: decided at once, or prepared if shards must look first."""
         members = sorted((each.rank, key) for key, each in self._expected.items() if each.rank in ranks)
+        before = {key: (self._expected[key].settled_step, self._expected[key].told_round) for _, key in members}
         taken = [(key, rank, self._settle(self._expected[key])) for rank, key in members]
         weights, divisor = weights_and_divisor([waiting.commit.samples for _, _, waiting in taken])
         contributions = tuple(
@@ -346,37 +390,31 @@ class RoundBook:
             overflow=bool(overflowed),
             clip_value=leading.rules.clip_value,
         )
-        if skip or not leading.rules.need_look:
+        if not self._always_prepares and (skip or not leading.rules.need_look):
             return self._decide(plan)
-        command = Prepare(
-            model=self._model, epoch=self._epoch, plan=plan, look_for_nonfinite=leading.rules.look_for_nonfinite
+        self._num_attempts += 1
+        self._preparing = _Preparing(
+            plan=Plan(plan=plan, attempt=self._num_attempts, rules=leading.rules),
+            taken=[
+                _Taken(trainer_id=key, waiting=waiting, settled_step=before[key][0], told_round=before[key][1])
+                for key, _, waiting in taken
+            ],
         )
-        self._preparing = _Preparing(command=command, rules=leading.rules)
-        return command
+        return self._preparing.plan
 
-    def _finish(self, preparing: _Preparing) -> Apply:
+    def _finish(self, preparing: _Preparing) -> Decision:
         """Decides the round that was prepared."""
         self._preparing = None
-        reports = preparing.reports.values()
-        treatment = treat(
-            preparing.rules,
-            [square for report in reports for square in report.squares],
-            [each for report in reports for each in report.nonfinite],
-            self._names,
-        )
-        return self._decide(replace(preparing.command.plan, **asdict(treatment)))
+        return self._decide(decided(preparing.plan, preparing.reports.values(), self._names))
 
-    def _decide(self, decision: Decision) -> Apply:
+    def _decide(self, decision: Decision) -> Decision:
         self._outstanding.append(decision)
         self.version += decision.steps
         counted = [each.staleness for each in decision.contributions if each.weight]
         self._num_accepted += len(counted)
         self._num_skipped += bool(decision.skip)
         self._staleness.update(min(each, MAX_STALENESS_SHOWN) for each in counted)
-        return self._apply(decision)
-
-    def _apply(self, decision: Decision) -> Apply:
-        return Apply(model=self._model, epoch=self._epoch, decision=decision)
+        return decision
 
     def _settle(self, trainer: _Expected) -> _Waiting:
         """Takes a trainer's first whole commit off the book."""
@@ -411,3 +449,17 @@ class RoundBook:
             if present[0].rank > min(contributing, default=present[0].rank):
                 return 0
         return present[0].trainer_id
+
+
+def decided(plan: Plan, reports: Iterable[Prepared], names: Sequence[str]) -> Decision:
+    """The decision that follows from a plan and what all shards have found: the same, whoever draws it."""
+    if plan.plan.skip:
+        return plan.plan
+    reports = list(reports)
+    treatment = treat(
+        plan.rules,
+        [square for report in reports for square in report.squares],
+        [each for report in reports for each in report.nonfinite],
+        names,
+    )
+    return replace(plan.plan, **asdict(treatment))

@@ -3,11 +3,29 @@
 Nothing here waits, and nothing is thread-safe: the owner runs one call at a time.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from pserver.core.changes import (
+    Bookkeeping,
+    BucketHeld,
+    Change,
+    Checksum,
+    ContextDropped,
+    ContextHeld,
+    GradientsPushed,
+    LoggedChange,
+    RoundApplied,
+    RoundPrepared,
+    StatePart,
+    StepRefused,
+    TrainerGone,
+    TrainerRecord,
+)
 from pserver.core.contexts import ContextTable, GradientContext
 from pserver.core.dedup import DedupTable
 from pserver.core.messages import (
@@ -17,12 +35,13 @@ from pserver.core.messages import (
     Contribution,
     CreateShard,
     Decision,
-    Prepare,
+    Plan,
     Prepared,
-    Reject,
+    Refusal,
     Report,
     ShardCreated,
     ShardInitialised,
+    ShardPromoted,
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options, optimizer_entry
@@ -35,6 +54,7 @@ from pserver.core.value_store import Publication, ValueStore
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import GroupOptions, PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
+from pserver.wire.tensors import element_type, memory_of, to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +82,18 @@ class _Initial:
 
 @dataclass(slots=True, kw_only=True)
 class _PreparedRound:
-    """A round whose gradients have been taken and averaged, but not stepped with yet."""
+    """A round whose gradients have been taken and averaged, but not stepped with yet.
 
-    report: Prepared
+    `contexts`: those that it was made of, to wait again if another plan takes its place.
+    """
+
+    change: RoundPrepared
+    push_ids: list[PushId | None]
     contexts: list[GradientContext]
-    means: dict[int, torch.Tensor]
+
+
+#: How often primary and replica compare a bucket, in rounds.
+CHECK_EVERY_ROUNDS = 32
 
 
 class Progress:
@@ -89,6 +116,12 @@ class Shard:
         command: what to make.
         layout: of its model, if that is at hand; to compute it takes a while.
         publication: where trainers read values while they may be written; None: only through messages.
+        reduced: gives the memory that mean gradients of buckets go to, if replicas must have them; 1-D, in the dtype of
+            their masters. It is used until the round is applied, here and on the replicas.
+
+    Attributes:
+        round, version: the last applied round, and how many of them have stepped.
+        replicated: whether changes are kept for replicas, see `take_changes`.
 
     Raises:
         UnsupportedOptimizer: torch refuses the optimizer's arguments.
@@ -96,10 +129,18 @@ class Shard:
     """
 
     def __init__(
-        self, command: CreateShard, layout: Layout | None = None, publication: Publication | None = None
+        self,
+        command: CreateShard,
+        layout: Layout | None = None,
+        publication: Publication | None = None,
+        reduced: Callable[[Sequence[Bucket]], Mapping[int, torch.Tensor]] | None = None,
     ) -> None:
         self.spec = command.spec
+        self.number = command.shard
         self.epoch = command.epoch
+        self.replicated = command.spec.replicas > 0
+        self._is_replica = command.replica
+        self._reduced = reduced or _new_memory
         self.layout = layout or command.spec.layout()
         self.coding = self.spec.coding(self.layout)
         self.buckets: tuple[Bucket, ...] = self.layout.part(command.runs)
@@ -130,6 +171,17 @@ class Shard:
         self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
         self._last_step: dict[int, int] = {}
+        self._changes: list[LoggedChange] = []
+        self._held: set[int] | None = None  # buckets that a replica has got so far; None: all
+
+    def take_changes(self) -> list[LoggedChange]:
+        """What has happened that replicas must hear, in order; taken once."""
+        taken, self._changes = self._changes, []
+        return taken
+
+    def _changed(self, change: LoggedChange) -> None:
+        if self.replicated and not self._is_replica:
+            self._changes.append(change)
 
     def _stepper(self, bucket: Bucket) -> BucketStepper:
         return BucketStepper(
@@ -192,7 +244,7 @@ class Shard:
                 self._load_(index, pieces)
             self._initial[push_id.trainer_id] = _Initial(values=values, state=state)
             self._outcomes.record(push_id, Done())
-        return ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=push_id.trainer_id)
+        return self._initialised(push_id.trainer_id)
 
     def make_ready(self, initialiser: int) -> None:
         """Fills the shard with one trainer's values; a shard that is ready already keeps what it has.
@@ -285,6 +337,9 @@ class Shard:
                 context.add_(pushed, absent, self._buffer_buckets, self._dtypes)
             if commit is None:
                 self._outcomes.record(push_id, Done())
+                self._changed(
+                    GradientsPushed(push_id=push_id, context_id=context_id, gradients=pushed or {}, absent=absent)
+                )
             else:
                 self._contexts.commit(context, commit, push_id)
                 self._last_step[push_id.trainer_id] = commit.step
@@ -304,6 +359,7 @@ class Shard:
         if self._outcomes.find(push_id) is None:
             self._contexts.drop(push_id.trainer_id, context_id)
             self._outcomes.record(push_id, Done())
+            self._changed(ContextDropped(push_id=push_id, context_id=context_id))
 
     def _check_commit(self, trainer_id: int, commit: CommitInfo) -> None:
         last = self._last_step.get(trainer_id, 0)
@@ -329,33 +385,93 @@ class Shard:
 
     def _report(self, context: GradientContext) -> Committed:
         assert context.commit is not None
-        return Committed(model=self.spec.name, epoch=self.epoch, trainer_id=context.trainer_id, commit=context.commit)
+        return Committed(
+            model=self.spec.name,
+            shard=self.number,
+            epoch=self.epoch,
+            trainer_id=context.trainer_id,
+            commit=context.commit,
+        )
+
+    def _initialised(self, trainer_id: int) -> ShardInitialised:
+        return ShardInitialised(model=self.spec.name, shard=self.number, epoch=self.epoch, trainer_id=trainer_id)
 
     # Rounds
 
-    def prepare(self, command: Prepare) -> Prepared:
+    def prepare(self, plan: Plan) -> Prepared:
         """Takes a round's gradients and averages them; repeating it changes nothing.
+
+        Another plan of the same round takes the place of the one before, whose commits wait again.
 
         Raises:
             InternalError: this shard lacks a contribution. The model cannot go on.
             ModelFailed: it has failed before.
         """
-        self._check_next(command.plan)
-        if self._prepared is None:
-            contexts = [self._take(each) for each in command.plan.contributions]
-            nonfinite = self._update.nonfinite(command.plan, contexts) if command.look_for_nonfinite else ()
-            means = self._update.means(command.plan, contexts)
-            if command.look_for_nonfinite and not nonfinite:
-                nonfinite = tuple(self._update.count_nonfinite(0, means))
-            report = Prepared(
-                model=self.spec.name,
-                epoch=self.epoch,
-                round=command.plan.round,
-                squares=tuple(sum_of_squares(means[bucket.index]) for bucket in self.trained),
-                nonfinite=nonfinite,
-            )
-            self._prepared = _PreparedRound(report=report, contexts=contexts, means=means)
-        return self._prepared.report
+        self._check_next(plan.plan)
+        if self._prepared is not None and self._prepared.change.plan.attempt == plan.attempt:
+            return self._prepared_report(self._prepared.change)
+        self._put_back()
+        contexts = [self._take(each) for each in plan.plan.contributions]
+        change = self._reduce(plan, contexts)
+        for context in contexts:
+            self._require_untouched(context)
+        self._prepared = _PreparedRound(
+            change=change,
+            push_ids=[context.push_id for context in contexts],
+            contexts=contexts if self.replicated else [],
+        )
+        self._changed(change)
+        return change.report
+
+    def _reduce(self, plan: Plan, contexts: Sequence[GradientContext]) -> RoundPrepared:
+        decision, rules = plan.plan, plan.rules
+        look = rules.look_for_nonfinite and decision.steps
+        nonfinite = self._update.nonfinite(decision, contexts) if look else ()
+        means: dict[int, torch.Tensor] = {}
+        if decision.steps and self.replicated:
+            means = self._update.means(decision, contexts, self._reduced(self.trained))
+        elif decision.steps:
+            means = {bucket.index: self._update.mean(decision, contexts, bucket) for bucket in self.trained}
+        if look and not nonfinite:
+            nonfinite = tuple(self._update.count_nonfinite(0, means))
+        squares: tuple[float, ...] = ()
+        if decision.steps and rules.max_norm is not None:
+            squares = tuple(sum_of_squares(means[bucket.index]) for bucket in self.trained)
+        report = Prepared(
+            model=self.spec.name,
+            shard=self.number,
+            epoch=self.epoch,
+            round=decision.round,
+            attempt=plan.attempt,
+            squares=squares,
+            nonfinite=nonfinite,
+        )
+        return RoundPrepared(
+            plan=plan,
+            report=report,
+            means=means,
+            buffers=self._update.buffers(decision, contexts),
+            absent=self._update.absent(decision, contexts),
+            push_ids=tuple(context.push_id for context in contexts),
+            context_ids=tuple(context.context_id for context in contexts),
+        )
+
+    def _prepared_report(self, change: RoundPrepared) -> Prepared:
+        return replace(change.report, epoch=self.epoch)
+
+    def _put_back(self) -> None:
+        """The plan that was prepared is none: whoever was in it waits again, or is asked again."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return
+        here = {context.push_id for context in prepared.contexts if context.commit is not None}
+        for context in prepared.contexts:
+            if context.commit is None or context.push_id is not None:
+                self._contexts.put_back(context)
+        for contribution, push_id in zip(prepared.change.plan.plan.contributions, prepared.push_ids, strict=True):
+            if push_id is not None and push_id not in here:
+                self._outcomes.forget(push_id)
+                self._last_step[contribution.trainer_id] = contribution.step - 1
 
     def apply(self, decision: Decision, progress: Progress = _UNWATCHED) -> Applied:
         """Applies a round; one that is applied already changes nothing.
@@ -371,28 +487,38 @@ class Shard:
             return self.applied()
         self._check_next(decision)
         prepared, self._prepared = self._prepared, None
-        contexts = prepared.contexts if prepared else [self._take(each) for each in decision.contributions]
+        if prepared is None and self.replicated:
+            raise InternalError(f"round {decision.round} was decided, but this shard was never told to prepare it")
+        contexts = [] if prepared else [self._take(each) for each in decision.contributions]
+        push_ids = prepared.push_ids if prepared else [context.push_id for context in contexts]
         results = {
-            context.push_id: _result(decision, contribution)
-            for contribution, context in zip(decision.contributions, contexts, strict=True)
-            if context.push_id is not None
+            push_id: _result(decision, contribution)
+            for contribution, push_id in zip(decision.contributions, push_ids, strict=True)
+            if push_id is not None
         }
         progress.begun(decision.round, results)
         if decision.steps:
-            self._update.step_(decision, contexts, prepared.means if prepared else None, progress.stepped)
+            absent = prepared.change.absent if prepared else self._update.absent(decision, contexts)
+            mean_of = partial(_mean_of, prepared.change) if prepared else partial(self._update.mean, decision, contexts)
+            self._update.step_(decision, mean_of, absent, progress.stepped, self._held)
             self.version += 1
-        if decision.divisor:
-            self._update.take_buffers_(decision, contexts)
+        buffers = prepared.change.buffers if prepared else self._update.buffers(decision, contexts)
+        self._update.take_buffers_(decision, buffers, self._held)
         self._publish(decision)
         for context in contexts:
-            if context.lent is not None and not context.lent():
-                raise InternalError(
-                    f"trainer {context.trainer_id} wrote to the memory of its push before it had heard of its outcome"
-                )
+            self._require_untouched(context)
         self.round = decision.round
         for push_id, result in results.items():
             self._outcomes.record(push_id, result)
+        self._changed(RoundApplied(decision=decision, version=self.version, checksum=self._checksum_in_turn()))
         return self.applied()
+
+    @staticmethod
+    def _require_untouched(context: GradientContext) -> None:
+        if context.lent is not None and not context.lent():
+            raise InternalError(
+                f"trainer {context.trainer_id} wrote to the memory of its push before it had heard of its outcome"
+            )
 
     def _publish(self, decision: Decision) -> None:
         """What the round did not change is of this round as well."""
@@ -401,29 +527,34 @@ class Shard:
             if not (stepped and bucket.group >= 0):
                 self._store.unchanged(bucket.index, decision.round)
 
-    def reject(self, command: Reject) -> None:
+    def reject(self, refusal: Refusal) -> None:
         """Frees a commit that enters no round; one that is not here changes nothing."""
-        context = self._contexts.take_committed(command.trainer_id, command.step)
+        context = self._contexts.take_committed(refusal.trainer_id, refusal.step)
         if context is not None and context.push_id is not None:
             assert context.commit is not None
             result = StepResult(
-                round=command.round,
+                round=refusal.round,
                 accepted=False,
                 stepped=False,
                 overflow=False,
-                reason=command.reason,
-                error=command.error,
+                reason=refusal.reason,
+                error=refusal.error,
                 num_trainers=0,
-                staleness=command.staleness,
+                staleness=refusal.staleness,
                 grad_norm=None,
                 num_nonfinite=0,
                 options=context.commit.options,
             )
             self._outcomes.record(context.push_id, result)
+            self._changed(
+                StepRefused(push_id=context.push_id, context_id=context.context_id, step=refusal.step, result=result)
+            )
 
     def applied(self) -> Applied:
         """The report of the last applied round."""
-        return Applied(model=self.spec.name, epoch=self.epoch, round=self.round, version=self.version)
+        return Applied(
+            model=self.spec.name, shard=self.number, epoch=self.epoch, round=self.round, version=self.version
+        )
 
     def _check_next(self, decision: Decision) -> None:
         if self.failure is not None:
@@ -447,23 +578,228 @@ class Shard:
         return self._store.read(bucket)
 
     def reports(self) -> list[Report]:
-        """All that the coordinator may have missed while the link was down."""
-        found: list[Report] = [ShardCreated(model=self.spec.name, epoch=self.epoch)]
+        """All that the coordinator may have missed of a primary while the link was down."""
+        found: list[Report] = [ShardCreated(model=self.spec.name, shard=self.number, epoch=self.epoch)]
         for trainer_id in self._initial:
-            found.append(ShardInitialised(model=self.spec.name, epoch=self.epoch, trainer_id=trainer_id))
+            found.append(self._initialised(trainer_id))
         found.append(self.applied())
         found.extend(self._report(context) for context in self._contexts.committed())
+        if self._prepared is not None:
+            found.append(self._prepared_report(self._prepared.change))
         return found
 
     def end_trainer(self, trainer_id: int) -> None:
         """Frees everything of a trainer whose lease has ended; what it has in a round that is decided stays in it."""
         self._contexts.end_trainer(trainer_id)
-        for context in self._prepared.contexts if self._prepared is not None else ():
-            if context.trainer_id == trainer_id:
-                context.push_id = None
+        if self._prepared is not None:
+            for context in self._prepared.contexts:
+                if context.trainer_id == trainer_id:
+                    context.push_id = None
+            self._prepared.push_ids = [
+                None if push_id is not None and push_id.trainer_id == trainer_id else push_id
+                for push_id in self._prepared.push_ids
+            ]
         self._initial.pop(trainer_id, None)
         self._outcomes.forget_trainer(trainer_id)
         self._last_step.pop(trainer_id, None)
+        self._changed(TrainerGone(trainer_id=trainer_id))
+
+    # Replicas
+
+    def redo(self, change: Change) -> None:
+        """Does on a replica what has happened on the primary, in the same order; repeats of rounds change nothing.
+
+        Raises:
+            InternalError: the two are not the same.
+        """
+        if isinstance(change, RoundPrepared):
+            self._redo_prepared(change)
+        elif isinstance(change, RoundApplied):
+            self._redo_applied(change)
+        elif isinstance(change, StepRefused):
+            self._contexts.take_open(change.push_id.trainer_id, change.context_id)
+            self._outcomes.redo(change.push_id, change.result)
+            self._last_step[change.push_id.trainer_id] = change.step
+        elif isinstance(change, GradientsPushed):
+            context = self._contexts.open(change.push_id.trainer_id, change.context_id)
+            context.add_(dict(change.gradients), change.absent, self._buffer_buckets, self._dtypes)
+            self._outcomes.redo(change.push_id, Done())
+        elif isinstance(change, ContextDropped):
+            self._contexts.drop(change.push_id.trainer_id, change.context_id)
+            self._outcomes.redo(change.push_id, Done())
+        elif isinstance(change, TrainerGone):
+            self.end_trainer(change.trainer_id)
+        elif isinstance(change, Bookkeeping):
+            self._begin_anew(change)
+        elif isinstance(change, ContextHeld):
+            context = self._contexts.open(change.trainer_id, change.context_id)
+            context.buckets, context.absent = dict(change.gradients), change.absent
+        else:
+            self._take_bucket(change)
+
+    def _redo_prepared(self, change: RoundPrepared) -> None:
+        if change.plan.plan.round <= self.round:
+            return
+        self._check_next(change.plan.plan)
+        self._put_back()
+        contexts: list[GradientContext] = []
+        for contribution, push_id, context_id in zip(
+            change.plan.plan.contributions, change.push_ids, change.context_ids, strict=True
+        ):
+            context = self._contexts.take_open(contribution.trainer_id, context_id)
+            if context is not None:
+                contexts.append(context)
+            if push_id is not None:
+                self._outcomes.redo(push_id, Pending())
+                self._last_step[contribution.trainer_id] = contribution.step
+        self._prepared = _PreparedRound(change=change, push_ids=list(change.push_ids), contexts=contexts)
+
+    def _redo_applied(self, change: RoundApplied) -> None:
+        if change.decision.round <= self.round:
+            return
+        self.apply(change.decision)
+        if change.version != self.version:
+            raise InternalError(
+                f"after round {self.round} the primary of shard {self.number} is at version {change.version}, its "
+                f"replica at {self.version}"
+            )
+        expected = change.checksum
+        if expected is None or (self._held is not None and expected.bucket not in self._held):
+            return
+        found = self._checksum(expected.bucket)
+        if found != expected.value:
+            raise InternalError(
+                f"after round {self.round} bucket {expected.bucket} of shard {self.number} has the checksum "
+                f"{found:08x} on its replica, and {expected.value:08x} on the primary"
+            )
+
+    def state_parts(self) -> list[StatePart | RoundPrepared]:
+        """All but the buckets, for a replica that has nothing. After them it must hear of all that happens."""
+        parts: list[StatePart | RoundPrepared] = [self._bookkeeping()]
+        parts += [
+            ContextHeld(
+                trainer_id=context.trainer_id,
+                context_id=context.context_id,
+                gradients=dict(context.buckets),
+                absent=context.absent,
+            )
+            for context in self._contexts.uncommitted()
+        ]
+        if self._prepared is not None:
+            parts.append(replace(self._prepared.change, push_ids=tuple(self._prepared.push_ids)))
+        return parts
+
+    def bucket_part(self, number: int) -> BucketHeld:
+        """A bucket by its place in `buckets`; the tensors are live ones, until the shard changes."""
+        bucket = self.buckets[number]
+        return BucketHeld(
+            bucket=bucket.index,
+            round=self.round,
+            master=self._store.masters[bucket.index],
+            state=self._steppers[bucket.index].state_pieces() if bucket.index in self._steppers else (),
+            last=number + 1 == len(self.buckets),
+        )
+
+    def _bookkeeping(self) -> Bookkeeping:
+        waiting = {context.trainer_id: context for context in reversed(list(self._contexts.committed()))}
+        records: list[TrainerRecord] = []
+        for trainer_id, lowest, outcomes in self._outcomes.trainers():
+            first = waiting.get(trainer_id)
+            last_step = self._last_step.get(trainer_id, 0)
+            if first is not None and first.commit is not None:
+                last_step = first.commit.step - 1
+            records.append(
+                TrainerRecord(
+                    trainer_id=trainer_id,
+                    last_step=last_step,
+                    lowest_unacknowledged=lowest,
+                    outcomes={
+                        sequence: outcome if isinstance(outcome, StepResult) else None
+                        for sequence, outcome in outcomes.items()
+                        if not isinstance(outcome, Pending)
+                    },
+                )
+            )
+        return Bookkeeping(round=self.round, version=self.version, trainers=records)
+
+    def _begin_anew(self, change: Bookkeeping) -> None:
+        self.round, self.version = change.round, change.version
+        self.ready = False
+        self._held = set()
+        self._prepared = None
+        self._contexts, self._outcomes, self._last_step = ContextTable(), DedupTable(), {}
+        for each in change.trainers:
+            outcomes = {sequence: Done() if found is None else found for sequence, found in each.outcomes.items()}
+            self._outcomes.restore(each.trainer_id, each.lowest_unacknowledged, outcomes)
+            if each.last_step:
+                self._last_step[each.trainer_id] = each.last_step
+
+    def _take_bucket(self, change: BucketHeld) -> None:
+        if self._held is None or change.round != self.round:
+            raise InternalError(
+                f"bucket {change.bucket} came as of round {change.round}; this replica is at {self.round}"
+            )
+        with self._store.changing(change.bucket, self.round) as master:
+            master.copy_(change.master)
+        if change.bucket in self._steppers:
+            self._steppers[change.bucket].load_state_(change.state)
+        self._held.add(change.bucket)
+        if change.last:
+            self._held = None
+            self.ready = True
+
+    def promoted(self, epoch: int, living: Set[int]) -> ShardPromoted:
+        """This replica is the primary from now on.
+
+        Args:
+            living: trainers whose lease runs; what there is of others goes.
+        """
+        self.epoch = epoch
+        self._is_replica = False
+        known = {trainer_id for trainer_id, _, _ in self._outcomes.trainers()} | self._last_step.keys()
+        known |= {context.trainer_id for context in self._contexts.uncommitted()}
+        for trainer_id in known - living:
+            self.end_trainer(trainer_id)
+        return self.promotion()
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a round is prepared, and not applied."""
+        return self._prepared is not None
+
+    def promotion(self) -> ShardPromoted:
+        """What the coordinator hears of a replica that is the primary now."""
+        return ShardPromoted(
+            model=self.spec.name,
+            shard=self.number,
+            epoch=self.epoch,
+            round=self.round,
+            version=self.version,
+            attempt=self._prepared.change.plan.attempt if self._prepared is not None else 0,
+        )
+
+    def _checksum_in_turn(self) -> Checksum | None:
+        turn, left = divmod(self.round, CHECK_EVERY_ROUNDS)
+        if left or not self.replicated or self._is_replica or not self.buckets:
+            return None
+        bucket = self.buckets[turn % len(self.buckets)].index
+        return Checksum(bucket=bucket, value=self._checksum(bucket))
+
+    def _checksum(self, bucket: int) -> int:
+        found = zlib.crc32(memory_of(self._store.masters[bucket]))
+        for piece in self._steppers[bucket].state_pieces() if bucket in self._steppers else ():
+            value = piece.value
+            data = to_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode()
+            found = zlib.crc32(data, zlib.crc32(f"{piece.tensor} {piece.key}".encode(), found))
+        return found
+
+
+def _new_memory(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
+    return {each.index: torch.empty(each.num_elements, dtype=element_type(each.dtype).master) for each in buckets}
+
+
+def _mean_of(change: RoundPrepared, bucket: Bucket) -> torch.Tensor:
+    return change.means[bucket.index]
 
 
 def _result(decision: Decision, contribution: Contribution) -> StepResult:

@@ -6,7 +6,7 @@ from pserver.core.membership import Member
 from pserver.core.models import Model
 from pserver.core.server_table import Server
 from pserver.core.sync import describe_policy
-from pserver.types import ClusterStatus, ModelStatus, ServerStatus, ShardStatus, TrainerStatus
+from pserver.types import ClusterStatus, ModelStatus, ReplicaStatus, ServerStatus, ShardStatus, TrainerStatus
 
 
 def cluster_status(
@@ -52,11 +52,19 @@ def _model_status(model: Model, now_s: float) -> ModelStatus:
         staleness=counts.staleness,
         shards=tuple(
             ShardStatus(
-                server=each.server,
-                num_bytes=model.shard_bytes[each.server],
-                round=model.shard_rounds[each.server],
-                version=model.versions[each.server],
+                shard=group.shard,
+                server=group.primary,
+                epoch=group.epoch,
+                num_bytes=model.shard_bytes[group.shard],
+                round=model.shard_rounds[group.shard],
+                version=model.versions[group.shard],
+                replicas=tuple(
+                    ReplicaStatus(server=each.server, state=each.state.value, lag=each.lag)
+                    for each in group.replicas.values()
+                ),
+                num_missing_replicas=model.spec.replicas - len(group.in_sync),
+                electing=group.electing,
             )
-            for each in model.placement
+            for group in model.groups
         ),
     )

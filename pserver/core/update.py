@@ -67,32 +67,54 @@ class Update:
 
         It may be the memory of the one context that counts: nobody writes to it.
         """
+        gradients, weights = self._gradients(decision, contexts, bucket)
+        for _, context in _counted(decision, contexts):
+            del context.buckets[bucket.index]
+        return weighted_mean(gradients, weights, decision.divisor)
+
+    def means(
+        self, decision: Decision, contexts: Sequence[GradientContext], out: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The mean gradient of every bucket, each written to `out`; the contexts stay as they are."""
+        return {
+            bucket.index: weighted_mean(
+                *self._gradients(decision, contexts, bucket), decision.divisor, out[bucket.index]
+            )
+            for bucket in self._trained
+        }
+
+    def _gradients(
+        self, decision: Decision, contexts: Sequence[GradientContext], bucket: Bucket
+    ) -> tuple[list[torch.Tensor], list[int]]:
         master = self._store.masters[bucket.index].dtype
         counted = _counted(decision, contexts)
-        gradients = [context.buckets.pop(bucket.index).to(master) for _, context in counted]
-        return weighted_mean(gradients, [each.weight for each, _ in counted], decision.divisor)
+        return [ctx.buckets[bucket.index].to(master) for _, ctx in counted], [each.weight for each, _ in counted]
 
-    def means(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
-        """The mean gradient of every bucket."""
-        return {bucket.index: self.mean(decision, contexts, bucket) for bucket in self._trained}
+    def absent(self, decision: Decision, contexts: Sequence[GradientContext]) -> frozenset[int]:
+        """Tensors without a gradient from anybody who counts."""
+        counted = [frozenset(context.absent or ()) for _, context in _counted(decision, contexts)]
+        return frozenset.intersection(*counted) if counted else frozenset()
 
     def step_(
         self,
         decision: Decision,
-        contexts: Sequence[GradientContext],
-        means: Mapping[int, torch.Tensor] | None,
+        mean_of: Callable[[Bucket], torch.Tensor],
+        absent: Set[int],
         stepped: Callable[[int], None],
+        held: Set[int] | None,
     ) -> None:
         """Steps every parameter that has a gradient from anybody with the mean, once it is clipped.
 
         Args:
-            means: by bucket, if they were computed before; else they are now, one bucket after the other.
+            mean_of: the mean gradient of a bucket.
+            absent: tensors without a gradient.
             stepped: called with each bucket once it is.
+            held: the buckets to step; None: all.
         """
-        counted = _counted(decision, contexts)
-        absent = frozenset.intersection(*(frozenset(context.absent or ()) for _, context in counted))
         for bucket in self._trained:
-            mean = self.mean(decision, contexts, bucket) if means is None else means[bucket.index]
+            if held is not None and bucket.index not in held:
+                continue
+            mean = mean_of(bucket)
             if decision.clip_coefficient != 1.0:
                 mean = mean * decision.clip_coefficient
             if decision.clip_value is not None:
@@ -103,20 +125,29 @@ class Update:
                 self._steppers[bucket.index].step_(mean, absent, decision.options[bucket.group])
             stepped(bucket.index)
 
-    def take_buffers_(self, decision: Decision, contexts: Sequence[GradientContext]) -> None:
-        """Takes the round's buffers: those of one trainer, or the mean (integers: of the lowest rank)."""
-        if self._buffers == "local":
-            return
+    def buffers(self, decision: Decision, contexts: Sequence[GradientContext]) -> dict[int, torch.Tensor]:
+        """The values that the round's buffers get: those of one trainer, or the mean (integers: of the lowest rank)."""
+        if self._buffers == "local" or not decision.divisor:
+            return {}
         counted = _counted(decision, contexts)
         if self._buffers == "lowest":
             counted = [(each, ctx) for each, ctx in counted if each.trainer_id == decision.buffers_from]
+        found: dict[int, torch.Tensor] = {}
         for index in self._buffer_buckets if counted else ():
-            with self._store.changing(index, decision.round) as values:
-                if len(counted) > 1 and (values.is_floating_point() or values.is_complex()):
-                    offered = [context.buckets.pop(index).to(values.dtype) for _, context in counted]
-                    values.copy_(weighted_mean(offered, [each.weight for each, _ in counted], decision.divisor))
-                else:
-                    values.copy_(counted[0][1].buckets[index])
+            dtype = self._store.masters[index].dtype
+            if len(counted) > 1 and (dtype.is_floating_point or dtype.is_complex):
+                offered = [context.buckets[index].to(dtype) for _, context in counted]
+                found[index] = weighted_mean(offered, [each.weight for each, _ in counted], decision.divisor)
+            else:
+                found[index] = counted[0][1].buckets[index]
+        return found
+
+    def take_buffers_(self, decision: Decision, buffers: Mapping[int, torch.Tensor], held: Set[int] | None) -> None:
+        """Gives buffers their values; `held` as in `step_`."""
+        for index, values in buffers.items():
+            if held is None or index in held:
+                with self._store.changing(index, decision.round) as master:
+                    master.copy_(values)
 
 
 def _counted(decision: Decision, contexts: Sequence[GradientContext]) -> list[tuple[Contribution, GradientContext]]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from pserver.clock import Clock
 from pserver.config import ServerSettings
-from pserver.core.coordinator import Coordinator, Registration
+from pserver.core.coordinator import Coordinator, Placement, Registration
 from pserver.core.messages import Command, ModelSpec, Report
 from pserver.core.models import check_spec
 from pserver.errors import DeadlineExceeded
@@ -124,13 +124,25 @@ class CoordinatorHost:
                     f"{self.core.waiting_for(spec.name)}"
                 )
 
-    def open_link(self, name: str, address: str, incarnation: int) -> "ServerLink":
+    async def watch(self, name: str, version: int, wait_s: float) -> Placement:
+        """Where a model's shards are, once that is another version than this.
+
+        Raises:
+            UnknownModel, ModelFailed
+        """
+        deadline = Deadline(wait_s)
+        while True:
+            placement = self.core.placement(name)
+            if placement.version != version or not await self._changed.wait(deadline.remaining_s()):
+                return placement
+
+    def open_link(self, name: str, address: str, incarnation: int, arithmetic: str) -> "ServerLink":
         """Links a server; a link that it had before ends.
 
         Raises:
-            ConfigError: another living server has the name, or this one's lease has ended.
+            ConfigError: another living server has the name. ServerEnded: this one's lease has ended.
         """
-        self.core.server_joined(name, address, incarnation, self.now_s())
+        self.core.server_joined(name, address, incarnation, self.now_s(), arithmetic)
         link = ServerLink(name, incarnation)
         if (older := self._links.get(name)) is not None:
             older.end()

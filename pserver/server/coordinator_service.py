@@ -86,6 +86,12 @@ class CoordinatorService:
         self._host.changed()
         return pb.DropModelReply()
 
+    async def watch(self, request: pb.WatchRequest) -> pb.WatchReply:
+        placement = await self._host.watch(request.model, request.version, check_wait_s(request.wait_s))
+        return pb.WatchReply(
+            version=placement.version, placement=placement_to_proto(placement.shards), epoch=placement.epoch
+        )
+
     async def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         return status_to_proto(self._host.core.status(self._host.now_s()))
 
@@ -96,7 +102,7 @@ class CoordinatorService:
         hello = first.hello
         _check_protocol(hello.protocol, "server")
         _check_server(hello.name, hello.address)
-        link = self._host.open_link(hello.name, hello.address, hello.incarnation)
+        link = self._host.open_link(hello.name, hello.address, hello.incarnation, hello.arithmetic)
         reader = asyncio.create_task(self._read(link, messages))
         try:
             yield pb.CoordinatorMessage(welcome=pb.Welcome(lease_s=self._host.core.server_lease_s))

@@ -1,20 +1,26 @@
 """One shard on a server: a lock, arithmetic off the event loop, waiting for rounds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 from weakref import WeakSet
 
+from pserver.core.changes import Bookkeeping
 from pserver.core.coding import Coding
-from pserver.core.messages import Applied, Decision
+from pserver.core.messages import Applied, Decision, Prepared, Report, ShardPromoted
 from pserver.core.optimizer_state import StatePiece
+from pserver.core.replication import Entry
 from pserver.core.shard import Progress, Shard
-from pserver.errors import DeadlineExceeded, ModelFailed, TrainerEnded
+from pserver.errors import DeadlineExceeded, ModelFailed, PushLost, StaleEpoch
 from pserver.server.changed import Changed
+from pserver.server.shard_log import ShardLog
 from pserver.server.shard_memory import ShardMemory
+from pserver.transport.changes import Arrived
 from pserver.transport.deadline import Deadline
+from pserver.transport.gen import shards_pb2
 from pserver.transport.raw_chunks import Lent
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import Bucket
@@ -30,19 +36,40 @@ BUCKET_BYTES = 4 << 10
 
 
 class HostedShard:
-    """One shard and who waits for it. Belongs to one event loop."""
+    """One shard and who waits for it. Belongs to one event loop.
+
+    Args:
+        server: its name.
+        shard: what is hosted.
+        arithmetic: a thread.
+        memory: where trainers on this machine read it.
+        log: what its replicas must hear; None: it has none.
+        is_replica: whether it is a copy, which hears all from its primary.
+    """
 
     def __init__(
-        self, server: str, shard: Shard, arithmetic: ThreadPoolExecutor, memory: ShardMemory | None = None
+        self,
+        server: str,
+        shard: Shard,
+        arithmetic: ThreadPoolExecutor,
+        memory: ShardMemory | None = None,
+        log: ShardLog | None = None,
+        *,
+        changed: Changed | None = None,
+        is_replica: bool = False,
     ) -> None:
         self._server = server
         self.memory = memory
+        self.log = log
+        self.is_replica = is_replica
         self._shard = shard  # guarded by _lock wherever it changes or its values are read
         self._lock = asyncio.Lock()
         self._arithmetic = arithmetic
-        self._changed = Changed()
+        self._changed = changed or Changed()
         self._applying: _Applying | None = None
         self._lent: WeakSet[Lent] = WeakSet()
+        self._released = 0
+        self.gone = ""  # why this shard is not here any more, though its model lives
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -75,6 +102,23 @@ class HostedShard:
         return self._shard.epoch
 
     @property
+    def model(self) -> str:
+        """Name of its model."""
+        return self._shard.spec.name
+
+    @property
+    def number(self) -> int:
+        """Its number in the model."""
+        return self._shard.number
+
+    @property
+    def address(self) -> shards_pb2.ShardAddress:
+        """What messages for it begin with."""
+        return shards_pb2.ShardAddress(
+            model=self.model, shard=self.number, epoch=self.epoch, fingerprint=self._shard.layout.fingerprint
+        )
+
+    @property
     def num_tensors(self) -> int:
         """Tensors of the whole model."""
         return len(self._shard.layout.tensors)
@@ -88,12 +132,31 @@ class HostedShard:
     async def exclusive(self) -> AsyncIterator[Shard]:
         """The shard, for as long as nobody else may touch it. Quick calls only; see `work` for others."""
         async with self._lock:
-            yield self._shard
+            try:
+                yield self._shard
+            finally:
+                self._log_changes()
 
     async def work(self, function: Callable[[Shard], T]) -> T:
         """Runs a call that may take long, alone on the shard and off the event loop if the shard is large."""
         async with self._lock:
-            return await self._run(function)
+            try:
+                return await self._run(function)
+            finally:
+                self._log_changes()
+
+    def _log_changes(self) -> None:
+        if self.log is not None:
+            self.log.append(self._shard.take_changes())
+
+    async def replicated(self, wait_s: float) -> None:
+        """Waits until every replica has what was done until now, as far as it must not be shown before.
+
+        Raises:
+            DeadlineExceeded: after `wait_s`.
+        """
+        if self.log is not None:
+            await self.log.replicated(self.log.required, wait_s)
 
     async def _run(self, function: Callable[[Shard], T]) -> T:
         if self._shard.num_bytes < INLINE_BYTES:
@@ -129,7 +192,10 @@ class HostedShard:
                 taken, self._lent = self._lent, WeakSet()
                 for lent in taken:
                     lent.take_back()
-                return await self._run(apply)
+                applied = await self._run(apply)
+                if self.log is not None:
+                    self.log.append(self._shard.take_changes(), applied)
+                return applied
         finally:
             self._applying = None
             self._changed.notify()
@@ -155,7 +221,8 @@ class HostedShard:
             early: for who reads the values with `read`: until the round is being applied.
 
         Raises:
-            DeadlineExceeded: after `wait_s`. ModelFailed: the model cannot go on. TrainerEnded: the lease has ended.
+            DeadlineExceeded: after `wait_s`. ModelFailed: the model cannot go on. StaleEpoch: another primary has been
+                named. PushLost: this shard does not know of the commit any more.
         """
         deadline = Deadline(wait_s)
         while True:
@@ -165,11 +232,13 @@ class HostedShard:
                 self._check_failed()
                 outcome = self._shard.outcome(push_id)
             if isinstance(outcome, StepResult):
+                if not outcome.accepted:
+                    await self.replicated(deadline.remaining_s())
                 return outcome
             if outcome is None:
-                raise TrainerEnded(
-                    f"the lease of trainer {push_id.trainer_id} has ended, and what became of its step is forgotten: "
-                    "connect again"
+                raise PushLost(
+                    f"server {self._server}: push {push_id.sequence} of trainer {push_id.trainer_id} is not known here, "
+                    "since it was lost with an earlier primary, or its trainer has ended; send it again"
                 )
             if not await self._changed.wait(deadline.remaining_s()):
                 raise DeadlineExceeded(
@@ -215,8 +284,99 @@ class HostedShard:
             return self._shard.round, copy(self._shard.state_pieces(bucket.index))
 
     def _check_failed(self) -> None:
+        if self.gone:
+            raise StaleEpoch(self.gone)
         if self._shard.failure is not None:
             raise ModelFailed(self._shard.failure)
+
+    async def reports(self) -> list[Report]:
+        """Everything that the coordinator may have missed, as far as replicas have what it follows from."""
+        async with self._lock:
+            found = self._shard.reports()
+        log = self.log
+        if self.is_replica or self.gone:
+            return found[:1]  # that it exists
+        if log is None:
+            return found
+        # Of rounds it hears when the replicas have them: soon, or from `ShardHost`, which waits for that.
+        kept: list[Report] = [each for each in found if not isinstance(each, Applied | Prepared)]
+        if log.last_applied is not None:
+            kept.append(replace(log.last_applied, epoch=self.epoch))
+        if log.has(log.prepared):
+            kept += [each for each in found if isinstance(each, Prepared)]
+        return kept
+
+    # On a replica
+
+    @property
+    def position(self) -> int:
+        """The last entry of the log that this replica has; -1: it has no state yet."""
+        return self.log.entries.position if self.log is not None and self._shard.ready else -1
+
+    @property
+    def released(self) -> int:
+        """The last entry that needs the primary's memory no more."""
+        return self._released
+
+    async def redo(self, epoch: int, arrived: Arrived) -> None:
+        """Does what has happened on the primary of this epoch.
+
+        Raises:
+            StaleEpoch: another primary has been named. InternalError: this replica is not what its primary is.
+        """
+        assert self.log is not None
+        async with self._lock:
+            if epoch != self._shard.epoch or not self.is_replica:
+                raise StaleEpoch(
+                    f"server {self._server}: shard {self.number} of model {self.model!r} is of epoch "
+                    f"{self._shard.epoch} now; the primary of epoch {epoch} is none any more"
+                )
+            self._check_failed()
+            change = arrived.change
+            if isinstance(change, Bookkeeping):
+                self.log.entries.begin_at(arrived.position)
+            if arrived.index and not self.log.entries.store(Entry(arrived.index, change), arrived.released):  # type: ignore[arg-type]
+                return
+            await self._run(lambda shard: shard.redo(change))
+            if not self._shard.is_preparing:
+                self._released = self.log.entries.position
+
+    async def fence(self, epoch: int) -> int:
+        """Takes nothing of earlier epochs any more; returns how far the log goes."""
+        assert self.log is not None
+        async with self._lock:
+            self._check_failed()
+            self._shard.epoch = max(self._shard.epoch, epoch)
+            return self.log.entries.position
+
+    async def follow(self, epoch: int) -> None:
+        """A primary of this epoch brings what happens.
+
+        Raises:
+            StaleEpoch: another one has been named.
+        """
+        async with self._lock:
+            if not self.is_replica or epoch < self._shard.epoch:
+                raise StaleEpoch(
+                    f"server {self._server}: shard {self.number} of model {self.model!r} is of epoch "
+                    f"{self._shard.epoch}, not {epoch}"
+                )
+            self._shard.epoch = epoch
+
+    async def promote(self, epoch: int, living: Set[int]) -> ShardPromoted:
+        """Is the primary from now on; again, it only says so."""
+        async with self._lock:
+            if self.is_replica:
+                self._check_failed()
+                promoted = await self._run(lambda shard: shard.promoted(epoch, living))
+                if self.memory is not None:
+                    self.memory.relabel(epoch)
+                self.is_replica = False
+                self._log_changes()
+            else:
+                promoted = self._shard.promotion()
+        self._changed.notify()
+        return promoted
 
 
 class _Applying(Progress):

@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 
+import torch
+
 from pserver.core.messages import Applied, Report
-from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable
+from pserver.errors import DeadlineExceeded, PserverError, ServerEnded, ServerUnavailable
 from pserver.server.shard_host import ShardHost
 from pserver.transport.channel import Connector
 from pserver.transport.convert import command_from_proto, report_to_proto
@@ -37,18 +40,21 @@ class CoordinatorLink:
         connect: opens channels.
         coordinator: address of the coordinator.
         address: where trainers reach this server.
-        incarnation: random number of this process.
     """
 
-    def __init__(
-        self, host: ShardHost, connect: Connector, coordinator: str, *, address: str, incarnation: int
-    ) -> None:
+    def __init__(self, host: ShardHost, connect: Connector, coordinator: str, *, address: str) -> None:
         self._host = host
         self._connect = connect
         self._coordinator = coordinator
-        self._hello = pb.Hello(name=host.name, address=address, incarnation=incarnation, protocol=PROTOCOL_VERSION)
+        self._hello = pb.Hello(
+            name=host.name,
+            address=address,
+            incarnation=secrets.randbits(62),
+            protocol=PROTOCOL_VERSION,
+            arithmetic=arithmetic(),
+        )
         self._outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
-        self._applied: dict[str, Applied] = {}
+        self._applied: dict[tuple[str, int], Applied] = {}
         self._welcomed = asyncio.Event()
         self._refused: PserverError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +98,7 @@ class CoordinatorLink:
             return
         if not self._applied:
             asyncio.get_running_loop().call_later(APPLIED_DELAY_S, self._report_applied)
-        self._applied[report.model] = report
+        self._applied[report.model, report.shard] = report
 
     def _report_applied(self) -> None:
         applied, self._applied = self._applied, {}
@@ -107,6 +113,11 @@ class CoordinatorLink:
             try:
                 await self._link_once()
                 last: PserverError = ServerUnavailable("it closed the link")
+            except ServerEnded as error:
+                last = error
+                logger.warning("server %s begins anew: %s", self._host.name, error)
+                await self._host.drop_all()
+                self._hello.incarnation = secrets.randbits(62)
             except PserverError as error:
                 last = error
                 if not error.retryable and not isinstance(error, DeadlineExceeded):
@@ -149,7 +160,14 @@ class CoordinatorLink:
     async def _beat(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
+            for lag in self._host.lags():
+                self._report(lag)
             self._outgoing.put_nowait(pb.ServerMessage(heartbeat=pb.Heartbeat(sent_ns=time.monotonic_ns())))
+
+
+def arithmetic() -> str:
+    """What the bits of this process's results depend on, beside the model: torch, its instructions and its threads."""
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 async def _drain(queue: asyncio.Queue[pb.ServerMessage]) -> AsyncIterator[pb.ServerMessage]:

@@ -1,7 +1,6 @@
 """One server, apart from the network it is reached by: hosts, services, link."""
 
 import logging
-import secrets
 import time
 from collections.abc import Mapping
 
@@ -11,11 +10,12 @@ from pserver.errors import PserverError
 from pserver.server.coordinator_host import CoordinatorHost
 from pserver.server.coordinator_service import CoordinatorService
 from pserver.server.link import CoordinatorLink
+from pserver.server.replica_service import ReplicaService
 from pserver.server.shard_host import ShardHost
 from pserver.server.shard_service import ShardService
 from pserver.transport.channel import Connector
 from pserver.transport.inprocess import InProcessNetwork
-from pserver.transport.methods import COORDINATOR, SHARDS, Handler, Method, bind
+from pserver.transport.methods import COORDINATOR, REPLICAS, SHARDS, Handler, Method, bind
 from pserver.wire.shm import sweep
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class ServerNode:
         self.shards = ShardHost(settings.name, shared_memory=settings.shared_memory)
         self.coordinator: CoordinatorHost | None = None
         self._link: CoordinatorLink | None = None
-        self._incarnation = secrets.randbits(62)
         handlers = bind(SHARDS, ShardService(self.shards))
+        handlers.update(bind(REPLICAS, ReplicaService(self.shards)))
         if settings.join is None:
             # Seconds grow from one start to the next, so that trainer ids do too.
             self.coordinator = CoordinatorHost(settings, clock or SystemClock(), int(time.time()))
@@ -49,17 +49,18 @@ class ServerNode:
         """
         if self.settings.shared_memory and (swept := sweep()):
             logger.info("removed %d segments of shared memory whose servers have ended", len(swept))
+        self.shards.connect_with(connect)
         target = self.settings.join or address
         if self.coordinator is not None:
             self.coordinator.start()
             local = InProcessNetwork()
             local.serve(address, self.handlers)
             connect = local.connect
-        self._link = CoordinatorLink(self.shards, connect, target, address=address, incarnation=self._incarnation)
+        self._link = CoordinatorLink(self.shards, connect, target, address=address)
         await self._link.start()
 
     async def refused(self) -> PserverError:
-        """Waits until the coordinator refuses this server for good (its lease has ended), and returns why."""
+        """Waits until the coordinator refuses this server for good, and returns why."""
         assert self._link is not None
         return await self._link.ended()
 
@@ -69,4 +70,4 @@ class ServerNode:
             await self._link.stop()
         if self.coordinator is not None:
             await self.coordinator.stop()
-        self.shards.close()
+        await self.shards.close()

@@ -61,6 +61,11 @@ class ShardMemory:
         if not self._closed:
             self._values.lease_ns = until_ns
 
+    def relabel(self, epoch: int) -> None:
+        """The values are of another epoch; there may be no mailboxes yet."""
+        self._label = (self._label[0], epoch)
+        self._values.label(*self._label)
+
     # Mailboxes
 
     def open_mailbox(self, trainer_id: int) -> str:

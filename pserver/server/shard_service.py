@@ -30,6 +30,9 @@ from pserver.wire.layout import Bucket
 from pserver.wire.shared_buckets import tensor_over
 from pserver.wire.tensors import memory_of
 
+#: What is pushed without a commit waits so long for the replicas, in seconds.
+REPLICATION_WAIT_S = 60.0
+
 
 class ShardService:
     """Serves the RPCs of shards.proto."""
@@ -85,7 +88,7 @@ class ShardService:
             del staging  # a commit may wait for long, and be repeated meanwhile: what waits holds nothing
         if not committed:
             return
-        result = await hosted.outcome(push_id, check_wait_s(last.wait_s), early=not first.without_values)
+        result = await self._host.outcome(hosted, push_id, check_wait_s(last.wait_s), early=not first.without_values)
         replies = _StepReplies(result)
         async for message in _read(hosted, () if first.without_values else hosted.exchanged, replies.head):
             yield message
@@ -97,7 +100,7 @@ class ShardService:
         hosted = await self._require(request.shard, push_id.trainer_id)
         if not await self._push(hosted, push_id, request, request, _pushed(hosted, push_id, request)):
             return pb.StepReply()
-        result = await hosted.outcome(push_id, check_wait_s(request.wait_s))
+        result = await self._host.outcome(hosted, push_id, check_wait_s(request.wait_s))
         replies = _StepReplies(result)
         found: list[bytes] = []
         if not request.without_values:
@@ -116,6 +119,8 @@ class ShardService:
         report = await hosted.work(lambda shard: shard.push(push_id, first.context_id, pushed, absent, commit))
         if report is not None:
             self._host.report(report)
+        if commit is None:
+            await hosted.replicated(REPLICATION_WAIT_S)
         return commit is not None
 
     async def find_memory(self, request: pb.FindMemoryRequest) -> pb.FindMemoryReply:
@@ -137,10 +142,11 @@ class ShardService:
         hosted = await self._require(request.shard, push_id.trainer_id)
         async with hosted.exclusive() as shard:
             shard.drop_context(push_id, request.context_id)
+        await hosted.replicated(REPLICATION_WAIT_S)
         return pb.DropContextReply()
 
     async def _require(self, address: pb.ShardAddress, trainer_id: int) -> HostedShard:
-        return await self._host.require(address.model, address.epoch, address.fingerprint, trainer_id)
+        return await self._host.require(address.model, address.shard, address.epoch, address.fingerprint, trainer_id)
 
 
 class _StepReplies:
@@ -210,7 +216,9 @@ async def _read(
             raise MixedRounds(f"round {round_number} was applied while values of round {last_round} were read")
         # A message may hold values of both; saying the older one hides no staleness.
         last_round = round_number if last_round is None else last_round
-        messages = [pieces(head(last_round), chunks, lend) for chunks in packer.add(travelling, data)]
+        messages = [
+            pieces(head(last_round), chunks, lend) for chunks in packer.add(bucket.index, data, travelling.dtype)
+        ]
         packer.keep()
         return messages
 

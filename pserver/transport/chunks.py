@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 
 from pserver.transport.raw_chunks import RawChunk
-from pserver.wire.layout import Bucket
 from pserver.wire.tensors import element_type
 
 #: Most bytes of chunks in one message: the largest bucket fits in, and is stepped with where it came (see `Staging`).
@@ -23,18 +22,16 @@ class ChunkPacker:
         self._num_bytes = 0
         self._num_kept = 0  # chunks, the first ones, that are copies already
 
-    def add(self, bucket: Bucket, data: memoryview, dtype: torch.dtype | None = None) -> Iterator[list[RawChunk]]:
-        """Adds a whole bucket's bytes; yields the messages that are full now, or have a large piece.
-
-        Args:
-            dtype: what the data holds; None: the bucket's own elements.
+    def add(self, bucket: int, data: memoryview, dtype: torch.dtype) -> Iterator[list[RawChunk]]:
+        """Adds a whole bucket's bytes, elements of this dtype; yields the messages that are full now, or have a large
+        piece.
         """
-        code = element_type(dtype or bucket.dtype).code
+        code = element_type(dtype).code
         for start in range(0, len(data), MESSAGE_BYTES):
             piece = data[start : start + MESSAGE_BYTES]
             if self._num_bytes and self._num_bytes + len(piece) > MESSAGE_BYTES:
                 yield self.rest()
-            self._chunks.append(RawChunk(bucket.index, start, code, piece))
+            self._chunks.append(RawChunk(bucket, start, code, piece))
             self._num_bytes += len(piece)
             # What waits for the next bucket may have to be copied: a large piece does not.
             if len(piece) >= LARGE_BYTES:

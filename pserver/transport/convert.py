@@ -15,6 +15,7 @@ from pserver.types import (
     GroupOptions,
     ModelStatus,
     PushId,
+    ReplicaStatus,
     ServerStatus,
     ShardStatus,
     StepResult,
@@ -108,6 +109,7 @@ def spec_to_proto(spec: core.ModelSpec) -> types_pb2.ModelSpec:
         codec=spec.codec,
         codec_arguments=pack_value(dict(spec.codec_arguments)),
         pull_codec=spec.pull_codec,
+        replicas=spec.replicas,
     )
 
 
@@ -130,6 +132,7 @@ def spec_from_proto(message: types_pb2.ModelSpec) -> core.ModelSpec:
         codec=message.codec,
         codec_arguments=_map_from_bytes(message.codec_arguments) if message.codec_arguments else {},
         pull_codec=message.pull_codec,
+        replicas=message.replicas,
     )
 
 
@@ -142,17 +145,11 @@ def _runs_from_proto(messages: Iterable[types_pb2.BucketRun]) -> tuple[range, ..
 
 
 def placement_to_proto(placement: Iterable[core.ShardPlacement]) -> list[types_pb2.ShardPlacement]:
-    return [
-        types_pb2.ShardPlacement(server=each.server, address=each.address, runs=_runs_to_proto(each.runs))
-        for each in placement
-    ]
+    return [_same(types_pb2.ShardPlacement, each, runs=_runs_to_proto(each.runs)) for each in placement]
 
 
 def placement_from_proto(messages: Iterable[types_pb2.ShardPlacement]) -> tuple[core.ShardPlacement, ...]:
-    return tuple(
-        core.ShardPlacement(server=each.server, address=each.address, runs=_runs_from_proto(each.runs))
-        for each in messages
-    )
+    return tuple(_back(core.ShardPlacement, each, runs=_runs_from_proto(each.runs)) for each in messages)
 
 
 # Steps
@@ -199,7 +196,7 @@ def outcome_from_proto(message: shards_pb2.Outcome) -> StepResult:
     )
 
 
-def _decision_to_proto(decision: core.Decision) -> types_pb2.Decision:
+def decision_to_proto(decision: core.Decision) -> types_pb2.Decision:
     return _same(  # type: ignore[no-any-return]
         types_pb2.Decision,
         decision,
@@ -208,7 +205,7 @@ def _decision_to_proto(decision: core.Decision) -> types_pb2.Decision:
     )
 
 
-def _decision_from_proto(message: types_pb2.Decision) -> core.Decision:
+def decision_from_proto(message: types_pb2.Decision) -> core.Decision:
     return _back(  # type: ignore[no-any-return]
         core.Decision,
         message,
@@ -217,6 +214,31 @@ def _decision_from_proto(message: types_pb2.Decision) -> core.Decision:
         clip_value=_optional(message, "clip_value"),
         grad_norm=_optional(message, "grad_norm"),
     )
+
+
+def plan_to_proto(plan: core.Plan) -> types_pb2.Plan:
+    return types_pb2.Plan(
+        plan=decision_to_proto(plan.plan),
+        attempt=plan.attempt,
+        rules=_same(types_pb2.GradientRules, plan.rules),
+    )
+
+
+def plan_from_proto(message: types_pb2.Plan) -> core.Plan:
+    rules = GradientRules(
+        max_norm=_optional(message.rules, "max_norm"),
+        clip_value=_optional(message.rules, "clip_value"),
+        nonfinite=message.rules.nonfinite,
+    )
+    return core.Plan(plan=decision_from_proto(message.plan), attempt=message.attempt, rules=rules)
+
+
+def nonfinite_to_proto(found: Iterable[NonFinite]) -> list[types_pb2.NonFinite]:
+    return [_same(types_pb2.NonFinite, each) for each in found]
+
+
+def nonfinite_from_proto(messages: Iterable[types_pb2.NonFinite]) -> tuple[NonFinite, ...]:
+    return tuple(_back(NonFinite, each) for each in messages)
 
 
 def _optional(message: Any, field: str) -> Any:
@@ -261,36 +283,60 @@ def state_chunk_from_proto(message: types_pb2.StateChunk) -> StateChunk:
 
 _PLAIN_COMMANDS = {
     "model_ready": core.ModelReady,
-    "reject": core.Reject,
     "admit_trainer": core.AdmitTrainer,
     "end_trainer": core.EndTrainer,
     "fail_model": core.FailModel,
     "drop_shard": core.DropShard,
+    "fence_replica": core.FenceReplica,
     "heartbeat_heard": core.HeartbeatHeard,
+}
+#: Those for one shard, of which one field is a message of its own: by kind, its class and how the field goes both ways.
+_SHARD_COMMANDS: Mapping[str, tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "apply": (core.Apply, "decision", decision_to_proto, decision_from_proto),
+    "prepare": (core.Prepare, "plan", plan_to_proto, plan_from_proto),
+    "reject": (
+        core.Reject,
+        "refusal",
+        lambda refusal: _same(coordinator_pb2.Refusal, refusal),
+        lambda message: _back(core.Refusal, message),
+    ),
+    "promote": (core.Promote, "replicas", lambda r: _replicas_to_proto(r), lambda r: _replicas_from_proto(r)),
+    "set_replicas": (core.SetReplicas, "replicas", lambda r: _replicas_to_proto(r), lambda r: _replicas_from_proto(r)),
 }
 _PLAIN_REPORTS = {
     "shard_created": core.ShardCreated,
     "shard_initialised": core.ShardInitialised,
     "applied": core.Applied,
     "shard_failed": core.ShardFailed,
+    "replica_fenced": core.ReplicaFenced,
+    "shard_promoted": core.ShardPromoted,
+    "replica_caught_up": core.ReplicaCaughtUp,
+    "replica_failed": core.ReplicaFailed,
+    "replica_lag": core.ReplicaLag,
 }
 
 
+def _replicas_to_proto(replicas: Iterable[core.ReplicaAddress]) -> list[coordinator_pb2.ReplicaAddress]:
+    return [_same(coordinator_pb2.ReplicaAddress, each) for each in replicas]
+
+
+def _replicas_from_proto(messages: Iterable[coordinator_pb2.ReplicaAddress]) -> tuple[core.ReplicaAddress, ...]:
+    return tuple(_back(core.ReplicaAddress, each) for each in messages)
+
+
 def command_to_proto(command: core.Command) -> coordinator_pb2.CoordinatorMessage:
-    message = coordinator_pb2.CoordinatorMessage()
     if isinstance(command, core.CreateShard):
-        message.create_shard.spec.CopyFrom(spec_to_proto(command.spec))
-        message.create_shard.epoch = command.epoch
-        message.create_shard.runs.extend(_runs_to_proto(command.runs))
-        message.create_shard.round, message.create_shard.version = command.round, command.version
-    elif isinstance(command, core.Apply):
-        message.apply.model, message.apply.epoch = command.model, command.epoch
-        message.apply.decision.CopyFrom(_decision_to_proto(command.decision))
-    elif isinstance(command, core.Prepare):
-        message.prepare.model, message.prepare.epoch = command.model, command.epoch
-        message.prepare.plan.CopyFrom(_decision_to_proto(command.plan))
-        message.prepare.look_for_nonfinite = command.look_for_nonfinite
-    elif isinstance(command, core.LivingTrainers):
+        create = _same(
+            coordinator_pb2.CreateShard, command, spec=spec_to_proto(command.spec), runs=_runs_to_proto(command.runs)
+        )
+        return coordinator_pb2.CoordinatorMessage(create_shard=create)
+    for kind, (cls, field, to_proto, _) in _SHARD_COMMANDS.items():
+        if isinstance(command, cls):
+            part_type = _PART_TYPES[kind]
+            part = _same(part_type, command, **{field: to_proto(getattr(command, field))})
+            return coordinator_pb2.CoordinatorMessage(**{kind: part})
+    message = coordinator_pb2.CoordinatorMessage()
+    if isinstance(command, core.LivingTrainers):
         message.living_trainers.SetInParent()
         message.living_trainers.trainer_ids.extend(command.trainer_ids)
     else:
@@ -298,28 +344,26 @@ def command_to_proto(command: core.Command) -> coordinator_pb2.CoordinatorMessag
     return message
 
 
+_PART_TYPES: Mapping[str, type] = {
+    "apply": coordinator_pb2.Apply,
+    "prepare": coordinator_pb2.Prepare,
+    "reject": coordinator_pb2.Reject,
+    "promote": coordinator_pb2.Promote,
+    "set_replicas": coordinator_pb2.SetReplicas,
+}
+
+
 def command_from_proto(message: coordinator_pb2.CoordinatorMessage) -> core.Command:
     kind = message.WhichOneof("kind")
     if kind == "create_shard":
         create = message.create_shard
-        return core.CreateShard(
-            spec=spec_from_proto(create.spec),
-            epoch=create.epoch,
-            runs=_runs_from_proto(create.runs),
-            round=create.round,
-            version=create.version,
+        return _back(  # type: ignore[no-any-return]
+            core.CreateShard, create, spec=spec_from_proto(create.spec), runs=_runs_from_proto(create.runs)
         )
-    if kind == "apply":
-        apply = message.apply
-        return core.Apply(model=apply.model, epoch=apply.epoch, decision=_decision_from_proto(apply.decision))
-    if kind == "prepare":
-        prepare = message.prepare
-        return core.Prepare(
-            model=prepare.model,
-            epoch=prepare.epoch,
-            plan=_decision_from_proto(prepare.plan),
-            look_for_nonfinite=prepare.look_for_nonfinite,
-        )
+    if kind in _SHARD_COMMANDS:
+        cls, field, _, from_proto = _SHARD_COMMANDS[kind]
+        part = getattr(message, kind)
+        return _back(cls, part, **{field: from_proto(getattr(part, field))})  # type: ignore[no-any-return]
     if kind == "living_trainers":
         return core.LivingTrainers(trainer_ids=tuple(message.living_trainers.trainer_ids))
     command: core.Command = _read(message, _PLAIN_COMMANDS, kind)
@@ -329,11 +373,9 @@ def command_from_proto(message: coordinator_pb2.CoordinatorMessage) -> core.Comm
 def report_to_proto(report: core.Report) -> coordinator_pb2.ServerMessage:
     message = coordinator_pb2.ServerMessage()
     if isinstance(report, core.Committed):
-        message.committed.model, message.committed.epoch = report.model, report.epoch
-        message.committed.trainer_id = report.trainer_id
-        message.committed.commit.CopyFrom(commit_to_proto(report.commit))
+        message.committed.CopyFrom(_same(coordinator_pb2.Committed, report, commit=commit_to_proto(report.commit)))
     elif isinstance(report, core.Prepared):
-        nonfinite = [_same(coordinator_pb2.NonFinite, each) for each in report.nonfinite]
+        nonfinite = nonfinite_to_proto(report.nonfinite)
         message.prepared.CopyFrom(_same(coordinator_pb2.Prepared, report, nonfinite=nonfinite))
     else:
         _fill(message, _PLAIN_REPORTS, report)
@@ -343,18 +385,15 @@ def report_to_proto(report: core.Report) -> coordinator_pb2.ServerMessage:
 def report_from_proto(message: coordinator_pb2.ServerMessage) -> core.Report:
     kind = message.WhichOneof("kind")
     if kind == "committed":
-        return core.Committed(
-            model=message.committed.model,
-            epoch=message.committed.epoch,
-            trainer_id=message.committed.trainer_id,
-            commit=commit_from_proto(message.committed.commit),
+        return _back(  # type: ignore[no-any-return]
+            core.Committed, message.committed, commit=commit_from_proto(message.committed.commit)
         )
     if kind == "prepared":
         return _back(  # type: ignore[no-any-return]
             core.Prepared,
             message.prepared,
             squares=tuple(message.prepared.squares),
-            nonfinite=tuple(_back(NonFinite, each) for each in message.prepared.nonfinite),
+            nonfinite=nonfinite_from_proto(message.prepared.nonfinite),
         )
     report: core.Report = _read(message, _PLAIN_REPORTS, kind)
     return report
@@ -385,7 +424,14 @@ def status_to_proto(status: ClusterStatus) -> coordinator_pb2.StatusReply:
             _same(
                 coordinator_pb2.ModelStatus,
                 each,
-                shards=[_same(coordinator_pb2.ShardStatus, shard) for shard in each.shards],
+                shards=[
+                    _same(
+                        coordinator_pb2.ShardStatus,
+                        shard,
+                        replicas=[_same(coordinator_pb2.ReplicaStatus, replica) for replica in shard.replicas],
+                    )
+                    for shard in each.shards
+                ],
             )
             for each in status.models
         ],
@@ -402,7 +448,14 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> ClusterStatus:
                 each,
                 waiting_for_ranks=tuple(each.waiting_for_ranks),
                 staleness=dict(each.staleness),
-                shards=tuple(_back(ShardStatus, shard) for shard in each.shards),
+                shards=tuple(
+                    _back(
+                        ShardStatus,
+                        shard,
+                        replicas=tuple(_back(ReplicaStatus, replica) for replica in shard.replicas),
+                    )
+                    for shard in each.shards
+                ),
             )
             for each in message.models
         ),

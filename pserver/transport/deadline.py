@@ -48,7 +48,13 @@ class Deadline:
         return self.timeout_s - (self._at - time.monotonic())
 
 
-async def retry(attempt: Callable[[float], Awaitable[T]], *, deadline: Deadline, what: str) -> T:
+async def retry(
+    attempt: Callable[[float], Awaitable[T]],
+    *,
+    deadline: Deadline,
+    what: str,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> T:
     """Repeats an attempt that fails in a way that may pass, with full-jitter backoff, until the deadline.
 
     The backoff follows https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/ (full jitter, capped).
@@ -57,6 +63,7 @@ async def retry(attempt: Callable[[float], Awaitable[T]], *, deadline: Deadline,
         attempt: called with the seconds left. Must be safe to repeat.
         deadline: of all attempts together.
         what: what is attempted and where, for messages, for example "joining the coordinator at 127.0.0.1:7077".
+        pause: waits so many seconds between two attempts, or less if it knows that the next one may succeed.
 
     Raises:
         ServerUnavailable: the deadline passed; names the last failure.
@@ -74,7 +81,7 @@ async def retry(attempt: Callable[[float], Awaitable[T]], *, deadline: Deadline,
         if not said_so and deadline.elapsed_s() > SAY_SO_AFTER_S:
             said_so = True
             logger.warning("%s: still trying, for another %.0f s: %s", what, deadline.remaining_s(), last)
-        await asyncio.sleep(min(random.uniform(0, backoff_s), deadline.remaining_s()))
+        await pause(min(random.uniform(0, backoff_s), deadline.remaining_s()))
         backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
         if not deadline.remaining_s():
             kind = ServerUnavailable if isinstance(last, ServerUnavailable) else DeadlineExceeded

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from pserver.errors import DeadlineExceeded, InvalidRequest
-from pserver.transport.gen import calls_pb2, coordinator_pb2, shards_pb2
+from pserver.transport.gen import calls_pb2, coordinator_pb2, replicas_pb2, shards_pb2
 from pserver.transport.raw_chunks import Pieces
 from pserver.transport.raw_chunks import decode as decode_message
 
@@ -40,7 +40,7 @@ class Method:
     @property
     def bulk(self) -> bool:
         """Whether it streams tensors, and may be made beside gRPC (see `frames`)."""
-        return not self.unary and self.name not in ENDLESS
+        return not self.unary and self.name not in _ON_GRPC
 
     @property
     def unary(self) -> bool:
@@ -70,6 +70,7 @@ def _method(service: ServiceDescriptor, method: MethodDescriptor) -> Method:
 
 COORDINATOR: dict[str, Method] = _methods(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"])
 SHARDS: dict[str, Method] = _methods(shards_pb2.DESCRIPTOR.services_by_name["Shards"])
+REPLICAS: dict[str, Method] = _methods(replicas_pb2.DESCRIPTOR.services_by_name["Replicas"])
 _CALLS = _methods(calls_pb2.DESCRIPTOR.services_by_name["Calls"])
 #: What carries other calls, and what tells where streams go beside gRPC.
 CARRY: Method = _CALLS["Carry"]
@@ -78,7 +79,9 @@ FIND_STREAMS: Method = _CALLS["FindStreams"]
 T = TypeVar("T")
 
 #: RPCs that last as long as the server.
-ENDLESS = frozenset({"Link", "Carry"})
+ENDLESS = frozenset({"Link", "Carry", "Follow"})
+#: Streams that carry no tensors.
+_ON_GRPC = frozenset({"Link", "Carry"})
 #: Largest request, in bytes. Bulk data comes in messages of about 1 MiB.
 MAX_REQUEST_BYTES = 16 << 20
 #: Largest request of the RPCs that describe a whole model, or report on one.

@@ -116,6 +116,26 @@ class DropModelReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WatchRequest(_message.Message):
+    __slots__ = ("model", "version", "wait_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: int
+    wait_s: float
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("version", "placement", "epoch")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    placement: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardPlacement]
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., placement: _Optional[_Iterable[_Union[_types_pb2.ShardPlacement, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -180,16 +200,36 @@ class ModelStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., sync_policy: _Optional[str] = ..., optimizer: _Optional[str] = ..., round: _Optional[int] = ..., waiting_for_ranks: _Optional[_Iterable[int]] = ..., missing_trainers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_skipped: _Optional[int] = ..., staleness: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("server", "num_bytes", "round", "version")
+    __slots__ = ("server", "num_bytes", "round", "version", "shard", "epoch", "replicas", "num_missing_replicas", "electing")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSING_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ELECTING_FIELD_NUMBER: _ClassVar[int]
     server: str
     num_bytes: int
     round: int
     version: int
-    def __init__(self, server: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    shard: int
+    epoch: int
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    num_missing_replicas: int
+    electing: bool
+    def __init__(self, server: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., shard: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_missing_replicas: _Optional[int] = ..., electing: _Optional[bool] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("server", "state", "lag")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    state: str
+    lag: int
+    def __init__(self, server: _Optional[str] = ..., state: _Optional[str] = ..., lag: _Optional[int] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("trainer_id", "rank", "step", "lease_s", "lag_rounds", "sent_bytes", "received_bytes", "reported")
@@ -219,7 +259,7 @@ class TrainerStatus(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ..., lag_rounds: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed", "prepared")
+    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed", "prepared", "replica_fenced", "shard_promoted", "replica_caught_up", "replica_failed", "replica_lag")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +268,11 @@ class ServerMessage(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SHARD_FAILED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FENCED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_PROMOTED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FAILED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_LAG_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_created: ShardCreated
@@ -236,19 +281,26 @@ class ServerMessage(_message.Message):
     applied: Applied
     shard_failed: ShardFailed
     prepared: Prepared
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ...) -> None: ...
+    replica_fenced: ReplicaFenced
+    shard_promoted: ShardPromoted
+    replica_caught_up: ReplicaCaughtUp
+    replica_failed: ReplicaFailed
+    replica_lag: ReplicaLag
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., replica_fenced: _Optional[_Union[ReplicaFenced, _Mapping]] = ..., shard_promoted: _Optional[_Union[ShardPromoted, _Mapping]] = ..., replica_caught_up: _Optional[_Union[ReplicaCaughtUp, _Mapping]] = ..., replica_failed: _Optional[_Union[ReplicaFailed, _Mapping]] = ..., replica_lag: _Optional[_Union[ReplicaLag, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "protocol")
+    __slots__ = ("name", "address", "incarnation", "protocol", "arithmetic")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     incarnation: int
     protocol: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    arithmetic: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sent_ns",)
@@ -263,83 +315,155 @@ class HeartbeatHeard(_message.Message):
     def __init__(self, sent_ns: _Optional[int] = ...) -> None: ...
 
 class ShardCreated(_message.Message):
-    __slots__ = ("model", "epoch")
+    __slots__ = ("model", "epoch", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class ShardInitialised(_message.Message):
-    __slots__ = ("model", "epoch", "trainer_id")
+    __slots__ = ("model", "epoch", "trainer_id", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     trainer_id: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("model", "epoch", "trainer_id", "commit")
+    __slots__ = ("model", "epoch", "trainer_id", "commit", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     trainer_id: int
     commit: _types_pb2.Commit
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., commit: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("model", "epoch", "round", "squares", "nonfinite")
+    __slots__ = ("model", "epoch", "round", "squares", "nonfinite", "shard", "attempt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SQUARES_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     round: int
     squares: _containers.RepeatedScalarFieldContainer[float]
-    nonfinite: _containers.RepeatedCompositeFieldContainer[NonFinite]
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., squares: _Optional[_Iterable[float]] = ..., nonfinite: _Optional[_Iterable[_Union[NonFinite, _Mapping]]] = ...) -> None: ...
-
-class NonFinite(_message.Message):
-    __slots__ = ("trainer_id", "tensor", "count")
-    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
-    TENSOR_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    trainer_id: int
-    tensor: int
-    count: int
-    def __init__(self, trainer_id: _Optional[int] = ..., tensor: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    nonfinite: _containers.RepeatedCompositeFieldContainer[_types_pb2.NonFinite]
+    shard: int
+    attempt: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., squares: _Optional[_Iterable[float]] = ..., nonfinite: _Optional[_Iterable[_Union[_types_pb2.NonFinite, _Mapping]]] = ..., shard: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Applied(_message.Message):
-    __slots__ = ("model", "epoch", "round", "version")
+    __slots__ = ("model", "epoch", "round", "version", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     round: int
     version: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class ShardFailed(_message.Message):
-    __slots__ = ("model", "epoch", "failure")
+    __slots__ = ("model", "epoch", "failure", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     failure: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., failure: _Optional[str] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class ReplicaFenced(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "position")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    position: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class ShardPromoted(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "round", "version", "attempt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    round: int
+    version: int
+    attempt: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class ReplicaCaughtUp(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "number")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    number: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class ReplicaFailed(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "number", "failure")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    number: int
+    failure: str
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., number: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class ReplicaLag(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "number", "num_entries")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    number: int
+    num_entries: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., number: _Optional[int] = ..., num_entries: _Optional[int] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers", "heartbeat_heard")
+    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers", "heartbeat_heard", "fence_replica", "promote", "set_replicas")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CREATE_SHARD_FIELD_NUMBER: _ClassVar[int]
     MODEL_READY_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +476,9 @@ class CoordinatorMessage(_message.Message):
     ADMIT_TRAINER_FIELD_NUMBER: _ClassVar[int]
     LIVING_TRAINERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_HEARD_FIELD_NUMBER: _ClassVar[int]
+    FENCE_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PROMOTE_FIELD_NUMBER: _ClassVar[int]
+    SET_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     create_shard: CreateShard
     model_ready: ModelReady
@@ -364,7 +491,10 @@ class CoordinatorMessage(_message.Message):
     admit_trainer: AdmitTrainer
     living_trainers: LivingTrainers
     heartbeat_heard: HeartbeatHeard
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ..., heartbeat_heard: _Optional[_Union[HeartbeatHeard, _Mapping]] = ...) -> None: ...
+    fence_replica: FenceReplica
+    promote: Promote
+    set_replicas: SetReplicas
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ..., heartbeat_heard: _Optional[_Union[HeartbeatHeard, _Mapping]] = ..., fence_replica: _Optional[_Union[FenceReplica, _Mapping]] = ..., promote: _Optional[_Union[Promote, _Mapping]] = ..., set_replicas: _Optional[_Union[SetReplicas, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("lease_s",)
@@ -373,70 +503,130 @@ class Welcome(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class CreateShard(_message.Message):
-    __slots__ = ("spec", "epoch", "runs", "round", "version")
+    __slots__ = ("spec", "epoch", "runs", "round", "version", "shard", "replica")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ModelSpec
     epoch: int
     runs: _containers.RepeatedCompositeFieldContainer[_types_pb2.BucketRun]
     round: int
     version: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_types_pb2.BucketRun, _Mapping]]] = ..., round: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    shard: int
+    replica: bool
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_types_pb2.BucketRun, _Mapping]]] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., shard: _Optional[int] = ..., replica: _Optional[bool] = ...) -> None: ...
 
 class ModelReady(_message.Message):
-    __slots__ = ("model", "epoch", "initialiser")
+    __slots__ = ("model", "epoch", "initialiser", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INITIALISER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     initialiser: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., initialiser: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., initialiser: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("model", "epoch", "decision")
+    __slots__ = ("model", "epoch", "decision", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     decision: _types_pb2.Decision
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., decision: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., decision: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("model", "epoch", "plan", "look_for_nonfinite")
+    __slots__ = ("model", "epoch", "plan", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    LOOK_FOR_NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
-    plan: _types_pb2.Decision
-    look_for_nonfinite: bool
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Decision, _Mapping]] = ..., look_for_nonfinite: _Optional[bool] = ...) -> None: ...
+    plan: _types_pb2.Plan
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Reject(_message.Message):
-    __slots__ = ("model", "epoch", "trainer_id", "step", "round", "staleness", "reason", "error")
+    __slots__ = ("model", "epoch", "refusal", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    refusal: Refusal
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("trainer_id", "step", "round", "staleness", "reason", "error")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    epoch: int
     trainer_id: int
     step: int
     round: int
     staleness: int
     reason: str
     error: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., staleness: _Optional[int] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, trainer_id: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., staleness: _Optional[int] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ReplicaAddress(_message.Message):
+    __slots__ = ("number", "server", "address")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    server: str
+    address: str
+    def __init__(self, number: _Optional[int] = ..., server: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class FenceReplica(_message.Message):
+    __slots__ = ("model", "epoch", "shard")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class Promote(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaAddress]
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaAddress, _Mapping]]] = ...) -> None: ...
+
+class SetReplicas(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaAddress]
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaAddress, _Mapping]]] = ...) -> None: ...
 
 class AdmitTrainer(_message.Message):
     __slots__ = ("trainer_id",)
@@ -457,19 +647,23 @@ class EndTrainer(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ...) -> None: ...
 
 class FailModel(_message.Message):
-    __slots__ = ("model", "epoch", "reason")
+    __slots__ = ("model", "epoch", "reason", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     reason: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class DropShard(_message.Message):
-    __slots__ = ("model", "epoch")
+    __slots__ = ("model", "epoch", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...

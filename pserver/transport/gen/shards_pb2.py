@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pserver.transport.gen import types_pb2 as pserver_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pserver/v1/shards.proto\x12\npserver.v1\x1a\x16pserver/v1/types.proto\"A\n\x0cShardAddress\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\"\xab\x01\n\x11InitialiseRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12%\n\x05state\x18\x04 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\x11\n\x0fInitialiseReply\"\x82\x01\n\x0bPullRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x13\n\x0binclude_all\x18\x04 \x01(\x08\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"=\n\tPullReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12!\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x11.pserver.v1.Chunk\"r\n\x10PullStateRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\"F\n\x0ePullStateReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12%\n\x05state\x18\x02 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\x89\x02\n\x0bStepRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\x12!\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12\x16\n\x0e\x61\x62sent_tensors\x18\x05 \x03(\x05\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pserver.v1.Commit\x12\x0e\n\x06wait_s\x18\x07 \x01(\x01\x12\x11\n\tin_memory\x18\x08 \x01(\x08\x12\x16\n\x0ewithout_values\x18\t \x01(\x08\"c\n\tStepReply\x12$\n\x07outcome\x18\x01 \x01(\x0b\x32\x13.pserver.v1.Outcome\x12\r\n\x05round\x18\x02 \x01(\x03\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\"\xe3\x01\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0cnum_trainers\x18\x04 \x01(\x05\x12\x0f\n\x07options\x18\x05 \x01(\x0c\x12\x0f\n\x07stepped\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x11\n\tstaleness\x18\x08 \x01(\x03\x12\x16\n\tgrad_norm\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rnum_nonfinite\x18\n \x01(\x03\x12\x10\n\x08overflow\x18\x0b \x01(\x08\x42\x0c\n\n_grad_norm\"v\n\x12\x44ropContextRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\"\x12\n\x10\x44ropContextReply\"\x13\n\x11\x46indMemoryRequest\"2\n\x0f\x46indMemoryReply\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x11OpenMemoryRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"2\n\x0fOpenMemoryReply\x12\x0e\n\x06values\x18\x01 \x01(\t\x12\x0f\n\x07mailbox\x18\x02 \x01(\t2\xb0\x04\n\x06Shards\x12J\n\nInitialise\x12\x1d.pserver.v1.InitialiseRequest\x1a\x1b.pserver.v1.InitialiseReply(\x01\x12\x38\n\x04Pull\x12\x17.pserver.v1.PullRequest\x1a\x15.pserver.v1.PullReply0\x01\x12G\n\tPullState\x12\x1c.pserver.v1.PullStateRequest\x1a\x1a.pserver.v1.PullStateReply0\x01\x12:\n\x04Step\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply(\x01\x30\x01\x12:\n\x08StepOnce\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply\x12H\n\nFindMemory\x12\x1d.pserver.v1.FindMemoryRequest\x1a\x1b.pserver.v1.FindMemoryReply\x12H\n\nOpenMemory\x12\x1d.pserver.v1.OpenMemoryRequest\x1a\x1b.pserver.v1.OpenMemoryReply\x12K\n\x0b\x44ropContext\x12\x1e.pserver.v1.DropContextRequest\x1a\x1c.pserver.v1.DropContextReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pserver/v1/shards.proto\x12\npserver.v1\x1a\x16pserver/v1/types.proto\"P\n\x0cShardAddress\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\x12\r\n\x05shard\x18\x04 \x01(\x05\"\xab\x01\n\x11InitialiseRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12%\n\x05state\x18\x04 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\x11\n\x0fInitialiseReply\"\x82\x01\n\x0bPullRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x13\n\x0binclude_all\x18\x04 \x01(\x08\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"=\n\tPullReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12!\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x11.pserver.v1.Chunk\"r\n\x10PullStateRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\x11\n\tmin_round\x18\x03 \x01(\x03\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\"F\n\x0ePullStateReply\x12\r\n\x05round\x18\x01 \x01(\x03\x12%\n\x05state\x18\x02 \x03(\x0b\x32\x16.pserver.v1.StateChunk\"\x89\x02\n\x0bStepRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\x12!\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x11.pserver.v1.Chunk\x12\x16\n\x0e\x61\x62sent_tensors\x18\x05 \x03(\x05\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pserver.v1.Commit\x12\x0e\n\x06wait_s\x18\x07 \x01(\x01\x12\x11\n\tin_memory\x18\x08 \x01(\x08\x12\x16\n\x0ewithout_values\x18\t \x01(\x08\"c\n\tStepReply\x12$\n\x07outcome\x18\x01 \x01(\x0b\x32\x13.pserver.v1.Outcome\x12\r\n\x05round\x18\x02 \x01(\x03\x12!\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x11.pserver.v1.Chunk\"\xe3\x01\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0cnum_trainers\x18\x04 \x01(\x05\x12\x0f\n\x07options\x18\x05 \x01(\x0c\x12\x0f\n\x07stepped\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x11\n\tstaleness\x18\x08 \x01(\x03\x12\x16\n\tgrad_norm\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rnum_nonfinite\x18\n \x01(\x03\x12\x10\n\x08overflow\x18\x0b \x01(\x08\x42\x0c\n\n_grad_norm\"v\n\x12\x44ropContextRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12#\n\x07push_id\x18\x02 \x01(\x0b\x32\x12.pserver.v1.PushId\x12\x12\n\ncontext_id\x18\x03 \x01(\x03\"\x12\n\x10\x44ropContextReply\"\x13\n\x11\x46indMemoryRequest\"2\n\x0f\x46indMemoryReply\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x11OpenMemoryRequest\x12\'\n\x05shard\x18\x01 \x01(\x0b\x32\x18.pserver.v1.ShardAddress\x12\x12\n\ntrainer_id\x18\x02 \x01(\x03\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"2\n\x0fOpenMemoryReply\x12\x0e\n\x06values\x18\x01 \x01(\t\x12\x0f\n\x07mailbox\x18\x02 \x01(\t2\xb0\x04\n\x06Shards\x12J\n\nInitialise\x12\x1d.pserver.v1.InitialiseRequest\x1a\x1b.pserver.v1.InitialiseReply(\x01\x12\x38\n\x04Pull\x12\x17.pserver.v1.PullRequest\x1a\x15.pserver.v1.PullReply0\x01\x12G\n\tPullState\x12\x1c.pserver.v1.PullStateRequest\x1a\x1a.pserver.v1.PullStateReply0\x01\x12:\n\x04Step\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply(\x01\x30\x01\x12:\n\x08StepOnce\x12\x17.pserver.v1.StepRequest\x1a\x15.pserver.v1.StepReply\x12H\n\nFindMemory\x12\x1d.pserver.v1.FindMemoryRequest\x1a\x1b.pserver.v1.FindMemoryReply\x12H\n\nOpenMemory\x12\x1d.pserver.v1.OpenMemoryRequest\x1a\x1b.pserver.v1.OpenMemoryReply\x12K\n\x0b\x44ropContext\x12\x1e.pserver.v1.DropContextRequest\x1a\x1c.pserver.v1.DropContextReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,37 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pserver.v1.shards_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SHARDADDRESS']._serialized_start=63
-  _globals['_SHARDADDRESS']._serialized_end=128
-  _globals['_INITIALISEREQUEST']._serialized_start=131
-  _globals['_INITIALISEREQUEST']._serialized_end=302
-  _globals['_INITIALISEREPLY']._serialized_start=304
-  _globals['_INITIALISEREPLY']._serialized_end=321
-  _globals['_PULLREQUEST']._serialized_start=324
-  _globals['_PULLREQUEST']._serialized_end=454
-  _globals['_PULLREPLY']._serialized_start=456
-  _globals['_PULLREPLY']._serialized_end=517
-  _globals['_PULLSTATEREQUEST']._serialized_start=519
-  _globals['_PULLSTATEREQUEST']._serialized_end=633
-  _globals['_PULLSTATEREPLY']._serialized_start=635
-  _globals['_PULLSTATEREPLY']._serialized_end=705
-  _globals['_STEPREQUEST']._serialized_start=708
-  _globals['_STEPREQUEST']._serialized_end=973
-  _globals['_STEPREPLY']._serialized_start=975
-  _globals['_STEPREPLY']._serialized_end=1074
-  _globals['_OUTCOME']._serialized_start=1077
-  _globals['_OUTCOME']._serialized_end=1304
-  _globals['_DROPCONTEXTREQUEST']._serialized_start=1306
-  _globals['_DROPCONTEXTREQUEST']._serialized_end=1424
-  _globals['_DROPCONTEXTREPLY']._serialized_start=1426
-  _globals['_DROPCONTEXTREPLY']._serialized_end=1444
-  _globals['_FINDMEMORYREQUEST']._serialized_start=1446
-  _globals['_FINDMEMORYREQUEST']._serialized_end=1465
-  _globals['_FINDMEMORYREPLY']._serialized_start=1467
-  _globals['_FINDMEMORYREPLY']._serialized_end=1517
-  _globals['_OPENMEMORYREQUEST']._serialized_start=1519
-  _globals['_OPENMEMORYREQUEST']._serialized_end=1614
-  _globals['_OPENMEMORYREPLY']._serialized_start=1616
-  _globals['_OPENMEMORYREPLY']._serialized_end=1666
-  _globals['_SHARDS']._serialized_start=1669
-  _globals['_SHARDS']._serialized_end=2229
+  _globals['_SHARDADDRESS']._serialized_end=143
+  _globals['_INITIALISEREQUEST']._serialized_start=146
+  _globals['_INITIALISEREQUEST']._serialized_end=317
+  _globals['_INITIALISEREPLY']._serialized_start=319
+  _globals['_INITIALISEREPLY']._serialized_end=336
+  _globals['_PULLREQUEST']._serialized_start=339
+  _globals['_PULLREQUEST']._serialized_end=469
+  _globals['_PULLREPLY']._serialized_start=471
+  _globals['_PULLREPLY']._serialized_end=532
+  _globals['_PULLSTATEREQUEST']._serialized_start=534
+  _globals['_PULLSTATEREQUEST']._serialized_end=648
+  _globals['_PULLSTATEREPLY']._serialized_start=650
+  _globals['_PULLSTATEREPLY']._serialized_end=720
+  _globals['_STEPREQUEST']._serialized_start=723
+  _globals['_STEPREQUEST']._serialized_end=988
+  _globals['_STEPREPLY']._serialized_start=990
+  _globals['_STEPREPLY']._serialized_end=1089
+  _globals['_OUTCOME']._serialized_start=1092
+  _globals['_OUTCOME']._serialized_end=1319
+  _globals['_DROPCONTEXTREQUEST']._serialized_start=1321
+  _globals['_DROPCONTEXTREQUEST']._serialized_end=1439
+  _globals['_DROPCONTEXTREPLY']._serialized_start=1441
+  _globals['_DROPCONTEXTREPLY']._serialized_end=1459
+  _globals['_FINDMEMORYREQUEST']._serialized_start=1461
+  _globals['_FINDMEMORYREQUEST']._serialized_end=1480
+  _globals['_FINDMEMORYREPLY']._serialized_start=1482
+  _globals['_FINDMEMORYREPLY']._serialized_end=1532
+  _globals['_OPENMEMORYREQUEST']._serialized_start=1534
+  _globals['_OPENMEMORYREQUEST']._serialized_end=1629
+  _globals['_OPENMEMORYREPLY']._serialized_start=1631
+  _globals['_OPENMEMORYREPLY']._serialized_end=1681
+  _globals['_SHARDS']._serialized_start=1684
+  _globals['_SHARDS']._serialized_end=2244
 # @@protoc_insertion_point(module_scope)

@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ShardAddress(_message.Message):
-    __slots__ = ("model", "epoch", "fingerprint")
+    __slots__ = ("model", "epoch", "fingerprint", "shard")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     fingerprint: int
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[int] = ...) -> None: ...
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class InitialiseRequest(_message.Message):
     __slots__ = ("shard", "push_id", "chunks", "state")

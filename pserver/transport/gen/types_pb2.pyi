@@ -59,7 +59,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., group: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size", "buffers", "codec", "codec_arguments", "pull_codec")
+    __slots__ = ("name", "tensors", "bucket_bytes", "optimizer", "optimizer_groups", "sync_policy", "sync_policy_arguments", "world_size", "buffers", "codec", "codec_arguments", "pull_codec", "replicas")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class ModelSpec(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CODEC_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
@@ -84,7 +85,8 @@ class ModelSpec(_message.Message):
     codec: str
     codec_arguments: bytes
     pull_codec: str
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ..., buffers: _Optional[str] = ..., codec: _Optional[str] = ..., codec_arguments: _Optional[bytes] = ..., pull_codec: _Optional[str] = ...) -> None: ...
+    replicas: int
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., optimizer_groups: _Optional[bytes] = ..., sync_policy: _Optional[str] = ..., sync_policy_arguments: _Optional[bytes] = ..., world_size: _Optional[int] = ..., buffers: _Optional[str] = ..., codec: _Optional[str] = ..., codec_arguments: _Optional[bytes] = ..., pull_codec: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class BucketRun(_message.Message):
     __slots__ = ("first", "last")
@@ -95,14 +97,18 @@ class BucketRun(_message.Message):
     def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class ShardPlacement(_message.Message):
-    __slots__ = ("server", "address", "runs")
+    __slots__ = ("server", "address", "runs", "shard", "epoch")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     server: str
     address: str
     runs: _containers.RepeatedCompositeFieldContainer[BucketRun]
-    def __init__(self, server: _Optional[str] = ..., address: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[BucketRun, _Mapping]]] = ...) -> None: ...
+    shard: int
+    epoch: int
+    def __init__(self, server: _Optional[str] = ..., address: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[BucketRun, _Mapping]]] = ..., shard: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("bucket", "offset_bytes", "dtype", "data")
@@ -157,6 +163,36 @@ class Decision(_message.Message):
     num_nonfinite: int
     overflow: bool
     def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., divisor: _Optional[int] = ..., options: _Optional[bytes] = ..., buffers_from: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., clip_value: _Optional[float] = ..., skip: _Optional[str] = ..., error: _Optional[str] = ..., grad_norm: _Optional[float] = ..., num_nonfinite: _Optional[int] = ..., overflow: _Optional[bool] = ...) -> None: ...
+
+class GradientRules(_message.Message):
+    __slots__ = ("max_norm", "clip_value", "nonfinite")
+    MAX_NORM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    max_norm: float
+    clip_value: float
+    nonfinite: str
+    def __init__(self, max_norm: _Optional[float] = ..., clip_value: _Optional[float] = ..., nonfinite: _Optional[str] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("plan", "attempt", "rules")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    plan: Decision
+    attempt: int
+    rules: GradientRules
+    def __init__(self, plan: _Optional[_Union[Decision, _Mapping]] = ..., attempt: _Optional[int] = ..., rules: _Optional[_Union[GradientRules, _Mapping]] = ...) -> None: ...
+
+class NonFinite(_message.Message):
+    __slots__ = ("trainer_id", "tensor", "count")
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    tensor: int
+    count: int
+    def __init__(self, trainer_id: _Optional[int] = ..., tensor: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("step", "samples", "options", "base_round", "max_norm", "clip_value", "nonfinite", "overflow")

@@ -12,7 +12,7 @@ from pserver.errors import ConfigError
 
 #: Longest value; what etcd returns is never unpacked beyond it.
 LONGEST_VALUE_BYTES = 64 << 20
-#: A request of one value of each key of a page stays far below 100 MB: etcd refuses values above 1.5 MiB.
+#: A page stays below 70 MB: etcd takes no values above 1.5 MiB, and sends them in base64.
 KEYS_OF_A_PAGE = 32
 
 Json = dict[str, Any]

@@ -1,6 +1,7 @@
 """Settings: one precedence (argument > environment > default), resolved here; nothing else reads `os.environ`."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,6 +60,35 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"an address is written host:port, for example 127.0.0.1:7077, but this is {text!r}")
     return host, int(port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdAddress:
+    """Where coordinators agree: the members of one etcd cluster, each (host, port), and what their keys begin with."""
+
+    endpoints: tuple[tuple[str, int], ...]
+    prefix: str
+
+
+def parse_coordination(text: str) -> EtcdAddress:
+    """Splits "etcd://host:port,host:port/prefix"; without a prefix it is /pserver.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    scheme, separator, rest = text.partition("://")
+    hosts, _, path = rest.partition("/")
+    path = path.rstrip("/") or "pserver"
+    if scheme != "etcd" or not separator or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", path, re.ASCII):
+        raise ConfigError(
+            "where coordinators agree is written etcd://host:port,host:port/prefix, for example "
+            f"etcd://127.0.0.1:2379/pserver, but this is {text!r}"
+        )
+    try:
+        endpoints = tuple(parse_address(each) for each in hosts.split(","))
+    except ConfigError as error:
+        raise ConfigError(f"{text!r}, which says where coordinators agree, cannot be used: {error}") from None
+    return EtcdAddress(endpoints=endpoints, prefix=f"/{path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

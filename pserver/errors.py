@@ -20,6 +20,8 @@ cross the wire by class name and message, so the name of each class here is part
     |-- StaleEpoch                 the model has been placed anew; register it again
     |-- MixedRounds                values were read while a round was applied (may be retried)
     |-- ServerUnavailable          a server could not be reached (may be retried)
+    |-- NotLeader                  this coordinator does not lead; another one does, or will (may be retried)
+    |-- StoreUnavailable           what coordinators must remember cannot be read or kept now (may be retried)
     |-- DeadlineExceeded           a wait ended before what it waited for
     |-- SharedMemoryUnavailable    memory cannot be shared here; trainers fall back to streams
     |-- ModelFailed                the model has lost a shard or could not apply a round
@@ -138,6 +140,20 @@ class MixedRounds(PserverError):
 
 class ServerUnavailable(PserverError):
     """A server could not be reached, or the connection broke."""
+
+    status = "UNAVAILABLE"
+    retryable = True
+
+
+class NotLeader(PserverError):
+    """This coordinator does not lead, or no longer; whoever asks must look for the one that does."""
+
+    status = "UNAVAILABLE"
+    retryable = True
+
+
+class StoreUnavailable(PserverError):
+    """The store of coordinators cannot be reached, is full, or did not answer in time."""
 
     status = "UNAVAILABLE"
     retryable = True

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from pserver.config import ServerSettings, TrainerSettings, parse_address
+from pserver.config import EtcdAddress, ServerSettings, TrainerSettings, parse_address, parse_coordination
 from pserver.errors import ConfigError
 
 ENVIRON = {
@@ -112,6 +112,40 @@ def test_an_address_has_host_and_port(text, parts):
 def test_what_is_no_address_is_refused_and_shown(text):
     with pytest.raises(ConfigError, match="host:port") as refused:
         parse_address(text)
+    assert repr(text) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints", "prefix"),
+    [
+        ("etcd://h:2379/jobs/a", (("h", 2379),), "/jobs/a"),
+        ("etcd://h1:2379,h2:2380/p/", (("h1", 2379), ("h2", 2380)), "/p"),
+        ("etcd://[::1]:2379", (("[::1]", 2379),), "/pserver"),
+    ],
+)
+def test_where_coordinators_agree_has_endpoints_and_a_prefix(text, endpoints, prefix):
+    assert parse_coordination(text) == EtcdAddress(endpoints=endpoints, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "h:2379",
+        "http://h:2379",
+        "etcd:h:2379",
+        "etcd://",
+        "etcd://h",
+        "etcd://h:2379,",
+        "etcd://h:2379,/p",
+        "etcd://h:2379/a//b",
+        "etcd://h:2379/a b",
+        "etcd://h:2379?tls=1",
+    ],
+)
+def test_where_coordinators_cannot_agree_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="for example") as refused:
+        parse_coordination(text)
     assert repr(text) in str(refused.value)
 
 

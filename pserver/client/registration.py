@@ -51,12 +51,15 @@ class Registration:
                     raise
 
     def _register(self, replica: Replica, state: TensorStates, replaces: int) -> tuple[Shards, int, int]:
-        initialised = False
+        initialised = 0
         while (reply := self._ask(replica, initialised, replaces)).initialise:
             pieces = list(cut_state(replica.layout, state))
+            shards = self._shards(replica, reply)
+            shards.start()
             with self._cluster.push_ids.one() as push_id:
-                self._shards(replica, reply).initialise(push_id, replica.tensors, pieces)
-            initialised = True
+                shards.initialise(push_id, replica.tensors, pieces)
+            shards.stop()
+            initialised = reply.epoch
         shards = self._shards(replica, reply)
         with self._cluster.push_ids.one() as push_id:
             attached = self._cluster.call_coordinator(
@@ -72,7 +75,7 @@ class Registration:
         replica.written(replica.tensors)
         return shards, round_number, attached.step
 
-    def _ask(self, replica: Replica, initialised: bool, replaces: int) -> pb.RegisterModelReply:
+    def _ask(self, replica: Replica, initialised: int, replaces: int) -> pb.RegisterModelReply:
         timeout_s = self._cluster.settings.timeout_s
         with self._cluster.push_ids.one() as push_id:
             request = pb.RegisterModelRequest(

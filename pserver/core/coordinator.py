@@ -134,13 +134,13 @@ class Coordinator:
     # Models
 
     def register(
-        self, push_id: PushId, spec: ModelSpec, *, initialised: bool = False, replaces: int = 0
+        self, push_id: PushId, spec: ModelSpec, *, initialised: int = 0, replaces: int = 0
     ) -> Registration | None:
         """Registers a model, or checks that it is the same as the registered one. None: ask again after a change.
 
         Args:
-            initialised: this trainer has sent the initial values and every shard has acknowledged them. Its reports may
-                be under way still; it is not asked a second time.
+            initialised: epoch of the placement whose initial values this trainer has sent, acknowledged by every shard.
+                The reports may be under way still; it is not asked a second time. 0: none.
             replaces: epoch of the placement that the trainer gives up; 0: none. Once every attached trainer does so,
                 the model goes on with the new description, at the same round, with values and optimizer state of the
                 lowest rank.
@@ -166,7 +166,7 @@ class Coordinator:
                 return None
             model = self._replace(model)
         model.require_same(spec)
-        initialise = not initialised and model.may_initialise(push_id.trainer_id)
+        initialise = initialised != model.epoch and model.may_initialise(push_id.trainer_id)
         if not initialise and not model.usable:
             return None
         registration = Registration(initialise=initialise, placement=self._placement_of(model), epoch=model.epoch)
@@ -453,7 +453,7 @@ class Coordinator:
 
     def _lost(self, server: Server, why: str) -> None:
         logger.error("server %s at %s was lost: %s", server.name, server.address, why)
-        for model in self._models.values():
+        for model in list(self._models.values()):
             for group in model.groups if model.state is not ModelState.FAILED else ():
                 replica = group.remove(server.name)
                 if replica is not None and group.electing:
@@ -467,6 +467,11 @@ class Coordinator:
         """The primary's copy of a shard is gone: a replica goes on, or nobody can."""
         name, lost, epoch = model.spec.name, group.primary, group.epoch
         catching_up = [each.server for each in group.replicas.values() if each.state is not ReplicaState.IN_SYNC]
+        if name in self._models and not model.has_begun:
+            # Nobody has trained yet: the first trainer still has the values, and gives them to other servers.
+            logger.error("model %s is placed anew, since %s", name, why)
+            self._drop(self._models.pop(name))
+            return
         if model.state is not ModelState.READY or not group.in_sync:
             self._fail(model, why)
             return

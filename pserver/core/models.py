@@ -216,6 +216,11 @@ class Model:
         return True
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there may be values on servers that no trainer has. Models without replicas say what they lose."""
+        return self.usable or self._replaces or not self.spec.replicas
+
+    @property
     def usable(self) -> bool:
         """Whether trainers may begin: it has its values, and the copies that it began with have them as well."""
         if self.state is ModelState.READY and not self._replicated:

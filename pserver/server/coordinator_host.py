@@ -92,7 +92,7 @@ class CoordinatorHost:
         self._changed.notify()
 
     async def register(
-        self, push_id: PushId, spec: ModelSpec, *, initialised: bool, replaces: int, wait_s: float
+        self, push_id: PushId, spec: ModelSpec, *, initialised: int, replaces: int, wait_s: float
     ) -> Registration:
         """Registers a model and waits until this trainer can go on.
 
@@ -111,7 +111,7 @@ class CoordinatorHost:
             raise
 
     async def _register(
-        self, push_id: PushId, spec: ModelSpec, *, initialised: bool, replaces: int, deadline: Deadline
+        self, push_id: PushId, spec: ModelSpec, *, initialised: int, replaces: int, deadline: Deadline
     ) -> Registration:
         while True:
             registration = self.core.register(push_id, spec, initialised=initialised, replaces=replaces)

@@ -72,9 +72,9 @@ class RegisterModelRequest(_message.Message):
     push_id: _types_pb2.PushId
     spec: _types_pb2.ModelSpec
     wait_s: float
-    initialised: bool
+    initialised: int
     replaces: int
-    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ..., initialised: _Optional[bool] = ..., replaces: _Optional[int] = ...) -> None: ...
+    def __init__(self, push_id: _Optional[_Union[_types_pb2.PushId, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.ModelSpec, _Mapping]] = ..., wait_s: _Optional[float] = ..., initialised: _Optional[int] = ..., replaces: _Optional[int] = ...) -> None: ...
 
 class RegisterModelReply(_message.Message):
     __slots__ = ("initialise", "placement", "epoch")

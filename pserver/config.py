@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from pserver.errors import ConfigError
@@ -93,13 +94,18 @@ def parse_coordination(text: str) -> EtcdAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How a trainer talks to its cluster; see `resolve`."""
+    """How a trainer talks to its cluster; see `resolve`. `address` may have those of several coordinators."""
 
     address: str
     rank: int
     world_size: int
     timeout_s: float
     transport: str = "auto"
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the coordinators."""
+        return tuple(self.address.split(","))
 
     @classmethod
     def resolve(
@@ -125,7 +131,8 @@ class TrainerSettings:
                 "no coordinator address: pass one, connect('127.0.0.1:7077'), or set PSERVER_ADDRESS; "
                 "`pserver launch` sets it for the scripts it starts"
             )
-        parse_address(found)
+        for each in found.split(","):
+            parse_address(each)
         rank = _resolve(int, rank, "PSERVER_RANK", environ, -1)
         world_size = _resolve(int, world_size, "PSERVER_WORLD_SIZE", environ, 1)
         timeout_s = _resolve(float, timeout_s, "PSERVER_TIMEOUT_S", environ, 60.0)
@@ -145,8 +152,10 @@ class TrainerSettings:
 class ServerSettings:
     """How one server runs.
 
-    `join` is the coordinator's address; None: this server hosts the coordinator. `min_servers` is how many servers the
-    coordinator waits for before it places a model. `shared_memory`: whether trainers on this machine may use it.
+    `join` is the coordinator's address; None: this server hosts the coordinator, or one of several if there is
+    `coordination`, the etcd in which they agree who leads; `stands_by` False then leaves that to others. `data_dir`:
+    where a coordinator alone keeps what it must know after a restart. `min_servers` is how many servers the coordinator
+    waits for before it places a model. `shared_memory`: whether trainers on this machine may use it.
     `stream_port`: where tensors may come beside gRPC.
     """
 
@@ -160,6 +169,14 @@ class ServerSettings:
     server_lease_s: float = 5.0
     drain_s: float = 10.0
     shared_memory: bool = True
+    data_dir: Path | None = None
+    coordination: str | None = None
+    stands_by: bool = True
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this server hosts a coordinator, be it one that stands by."""
+        return self.join is None and self.stands_by
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -171,6 +188,13 @@ class ServerSettings:
                 )
         if self.join is not None:
             parse_address(self.join)
+        if self.coordination is not None:
+            parse_coordination(self.coordination)
+        if self.join is not None and (self.coordination is not None or self.data_dir is not None):
+            raise ConfigError(
+                "a server that joins a coordinator keeps nothing and finds it by its address; leave out --data-dir and "
+                "--coordination, or --join"
+            )
         if self.min_servers < 1:
             raise ConfigError(f"min_servers must be at least 1, but is {self.min_servers}")
         for field_name in ("trainer_lease_s", "server_lease_s"):

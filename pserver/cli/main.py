@@ -53,6 +53,17 @@ def serve(
     ] = _DEFAULT.stream_port,
     coordinator: Annotated[bool, typer.Option("--coordinator", help="Host the coordinator of a new cluster.")] = False,
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join the cluster of this coordinator.")] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="With --coordinator: the folder where it keeps what it must know when it is started again."),
+    ] = None,
+    coordination: Annotated[
+        str | None,
+        typer.Option(
+            metavar="etcd://HOST:PORT[,...]/PREFIX",
+            help="With --coordinator: one of several, of which etcd says who leads. Without: join whoever does.",
+        ),
+    ] = None,
     min_servers: Annotated[
         int | None, typer.Option(help="With --coordinator: servers to wait for before a model is placed. [default: 1]")
     ] = None,
@@ -83,11 +94,13 @@ def serve(
 
     When it answers, one line comes on stdout: pserver ready name=... address=... coordinator=...
     """
-    if coordinator == (join is not None):
+    if coordinator == (join is not None) and (coordinator or coordination is None):
         raise ConfigError(
-            "a server needs exactly one of --coordinator (host a new cluster) and --join HOST:PORT (join one), "
-            f"but got {'both' if coordinator else 'neither'}"
+            "a server needs exactly one of --coordinator (host a new cluster) and --join HOST:PORT (join one; or "
+            f"--coordination, to join whoever leads), but got {'both' if coordinator else 'neither'}"
         )
+    if data_dir is not None and not coordinator:
+        raise ConfigError("--data-dir is for the server that has --coordinator; leave it out")
     if join is not None and min_servers is not None:
         raise ConfigError("--min-servers is for the server that has --coordinator; leave it out with --join")
     name = name or (_DEFAULT.name if coordinator else f"s-{secrets.token_hex(3)}")
@@ -102,6 +115,9 @@ def serve(
         server_lease_s=server_lease_s,
         drain_s=drain_s,
         shared_memory=shared_memory,
+        data_dir=data_dir,
+        coordination=coordination,
+        stands_by=coordinator,
     )
     logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
     with_sleeping_threads()
@@ -112,7 +128,7 @@ def serve(
         run_server(
             settings,
             on_ready=lambda address: print(
-                f"pserver ready name={name} address={address} coordinator={join or address}", flush=True
+                f"pserver ready name={name} address={address} coordinator={join or coordination or address}", flush=True
             ),
         )
     finally:

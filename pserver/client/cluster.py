@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pserver.client.contexts import ContextBook
+from pserver.client.coordinators import Coordinators
 from pserver.client.lease import LeaseKeeper
 from pserver.client.push_ids import PushIds
 from pserver.client.shard_client import Traffic
 from pserver.config import TrainerSettings
-from pserver.errors import ConfigError, InvalidRequest, PserverError
+from pserver.errors import ConfigError, InvalidRequest, NotLeader, PserverError, ServerUnavailable
 from pserver.transport.channel import Channel, Connector, unary
 from pserver.transport.convert import push_id_to_proto, status_from_proto
 from pserver.transport.deadline import Deadline, retry
@@ -76,6 +77,8 @@ class Cluster:
         self._loop = shared_loop or LoopThread("pserver-network")
         self._lease_loop = shared_loop or LoopThread("pserver-lease")
         self._channels: dict[str, Channel] = {}
+        self._coordinators = Coordinators(settings.addresses)
+        self._coordinator_channels: dict[str, Channel] = {}
         self._nonce = secrets.token_hex(16)
         self._member: pb.JoinReply | None = None
         self._push_ids = PushIds(0)
@@ -111,10 +114,12 @@ class Cluster:
             self._lease = LeaseKeeper(
                 self._lease_loop,
                 self._connect_channel,
-                self.settings.address,
+                self._coordinators,
                 trainer_id=member.trainer_id,
                 lease_s=member.lease_s,
+                patience_s=max(member.lease_s, self.settings.timeout_s),
                 traffic=self.traffic,
+                on_moved=self._on_moved,
                 on_lost=self._on_lost,
             )
             self._lease.start()
@@ -331,12 +336,18 @@ class Cluster:
     async def _call_coordinator(
         self, method: str, request: Message, reply_type: type[M], deadline: Deadline, what: str
     ) -> M:
-        channel = self.channel(self.settings.address)
-
         async def attempt(remaining_s: float) -> M:
-            return await unary(channel, COORDINATOR[method], request, reply_type, timeout_s=remaining_s)
+            address = self._coordinators.current
+            channel = self._coordinator_channels.get(address)
+            if channel is None:
+                channel = self._coordinator_channels[address] = self._connect_channel(address)
+            try:
+                return await unary(channel, COORDINATOR[method], request, reply_type, timeout_s=remaining_s)
+            except (ServerUnavailable, NotLeader):
+                self._coordinators.failed(address)
+                raise
 
-        where = f"{what}: coordinator at {self.settings.address}"
+        where = f"{what}: coordinator at {self._coordinators}"
         reply: M = await self.retry(attempt, deadline, where)
         return reply
 
@@ -358,6 +369,14 @@ class Cluster:
         finally:
             self._under_way.discard(task)
 
+    def _on_moved(self, address: str) -> None:
+        """Another coordinator leads: calls to the one before may never be answered."""
+        self._loop.spawn(self._leave_coordinators(address))
+
+    async def _leave_coordinators(self, leads: str) -> None:
+        for address in [each for each in self._coordinator_channels if each != leads]:
+            await self._coordinator_channels.pop(address).close()
+
     def _on_lost(self, error: PserverError) -> None:
         logger.error("trainer's lease is lost: %s", error)
         self._loop.spawn(self._set_lost(error))
@@ -373,7 +392,8 @@ class Cluster:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        channels, self._channels = list(self._channels.values()), {}
+        channels = [*self._channels.values(), *self._coordinator_channels.values()]
+        self._channels, self._coordinator_channels = {}, {}
         await asyncio.gather(*(channel.close() for channel in channels))
 
 
@@ -391,7 +411,7 @@ def connect(
     (`pserver launch` sets these) and PSERVER_TRANSPORT, then from defaults.
 
     Args:
-        address: "host:port" of the coordinator.
+        address: "host:port" of the coordinator; several are written "host:port,host:port".
         rank: this trainer's rank, below `world_size`; by default the coordinator chooses.
         world_size: number of trainers that the first round waits for; default 1.
         timeout_s: deadline of every operation, in seconds; default 60.

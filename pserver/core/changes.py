@@ -99,11 +99,12 @@ class TrainerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bookkeeping:
-    """Where a shard is, without its values: with that a replica begins anew."""
+    """Where a shard is, without its values: with that a replica begins anew. `decisions`: as in `ShardState`."""
 
     round: int
     version: int
     trainers: Sequence[TrainerRecord]
+    decisions: Sequence[Decision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pserver.core import saved
 from pserver.core.dedup import DedupTable
 from pserver.core.groups import Replica, ReplicaState, ShardGroup
 from pserver.core.membership import Member, Membership
 from pserver.core.messages import (
+    AbandonPlan,
     AdmitTrainer,
     Applied,
     Command,
@@ -35,6 +37,7 @@ from pserver.core.messages import (
     ShardInitialised,
     ShardPlacement,
     ShardPromoted,
+    ShardState,
 )
 from pserver.core.models import Model, ModelState
 from pserver.core.server_table import Server, ServerTable
@@ -98,12 +101,64 @@ class Coordinator:
         self._last_number = 0  # of epochs and replicas together
         self._outcomes: DedupTable[_Recorded] = DedupTable()
         self._commands: list[tuple[str, Command]] = []
+        self._unsaved: set[str] = {saved.COUNTERS}
         self._looked_s = self._last_looked_s = now_s
 
     def take_commands(self) -> list[tuple[str, Command]]:
         """What servers must hear, as (server, command), in order; taken once."""
         taken, self._commands = self._commands, []
         return taken
+
+    def take_writes(self) -> dict[str, bytes | None]:
+        """What must be kept for the next coordinator before anybody is told what has happened; taken once."""
+        unsaved, self._unsaved = self._unsaved, set()
+        return {key: self._saved(key) for key in unsaved}
+
+    def _saved(self, key: str) -> bytes | None:
+        """What is kept under a key; None: nothing any more."""
+        if key == saved.COUNTERS:
+            first, following = self._membership.ids
+            counters = saved.Counters(last_number=self._last_number, first_trainer_id=first, next_trainer_id=following)
+            return saved.pack_counters(counters)
+        kind, _, name = key.partition("/")
+        if kind + "/" == saved.TRAINER:
+            member = self._membership.find(int(name))
+            return None if member is None else saved.pack_member(member)
+        if kind + "/" == saved.SERVER:
+            server = self._servers.find(name)
+            return None if server is None or not server.alive else saved.pack_server(server)
+        model = self._models.get(name)
+        return None if model is None else saved.pack_model(model)
+
+    def restore(self, values: Mapping[str, bytes], now_s: float) -> None:
+        """Goes on for an earlier coordinator, with what that has kept. Leases begin anew.
+
+        Raises:
+            ConfigError: it is damaged, or of another version.
+        """
+        if saved.COUNTERS not in values:
+            return
+        counters = saved.unpack_counters(values[saved.COUNTERS])
+        self._last_number = counters.last_number
+        self._membership.restore(
+            counters.first_trainer_id,
+            counters.next_trainer_id,
+            [
+                saved.unpack_member(int(name), data, now_s + self.trainer_lease_s)
+                for name, data in _under(saved.TRAINER, values)
+            ],
+        )
+        for name, data in _under(saved.SERVER, values):
+            self._servers.restore(saved.unpack_server(name, data, now_s))
+        for name, data in _under(saved.MODEL, values):
+            self._models[name] = saved.unpack_model(data)
+        self._unsaved.clear()
+
+    def _keep(self, *keys: str) -> None:
+        self._unsaved.update(keys)
+
+    def _keep_model(self, model: Model) -> None:
+        self._keep(saved.MODEL + model.spec.name, saved.COUNTERS)
 
     # Trainers
 
@@ -115,6 +170,7 @@ class Coordinator:
     def join(self, nonce: str, rank: int, now_s: float) -> Member:
         """See `Membership.join`."""
         member = self._membership.join(nonce, rank, now_s)
+        self._keep(f"{saved.TRAINER}{member.trainer_id}", saved.COUNTERS)
         for server in self._servers:
             self._tell(server.name, AdmitTrainer(trainer_id=member.trainer_id))
         logger.info("trainer %d joined as rank %d", member.trainer_id, member.rank)
@@ -166,7 +222,10 @@ class Coordinator:
                 return None
             model = self._replace(model)
         model.require_same(spec)
+        before = model.initialiser
         initialise = initialised != model.epoch and model.may_initialise(push_id.trainer_id)
+        if model.initialiser != before:
+            self._keep_model(model)
         if not initialise and not model.usable:
             return None
         registration = Registration(initialise=initialise, placement=self._placement_of(model), epoch=model.epoch)
@@ -195,6 +254,7 @@ class Coordinator:
         if epoch != model.epoch:
             raise StaleEpoch(f"model {name!r} is of epoch {model.epoch} now, not {epoch}; register it again")
         model.rounds.attach(member.trainer_id, member.rank, now_s)
+        self._keep_model(model)
         attachment = Attachment(round=model.rounds.round, step=model.rounds.step_of(member.trainer_id))
         self._outcomes.record(push_id, attachment)
         self._advance(model, now_s)
@@ -208,6 +268,7 @@ class Coordinator:
         model = self._models.pop(name, None)
         if model is not None:
             self._drop(model)
+            self._keep_model(model)
         self._outcomes.record(push_id, True)
 
     def placement(self, name: str) -> Placement:
@@ -257,6 +318,7 @@ class Coordinator:
             ConfigError: another living server has the name.
         """
         before = self._servers.join(name, address, incarnation, now_s, arithmetic)
+        self._keep(saved.SERVER + name)
         if before is not None:
             self._lost(before, "it was restarted")
         for model in self._models.values():
@@ -296,10 +358,13 @@ class Coordinator:
 
     def _primary_reports(self, model: Model, group: ShardGroup, report: Report, now_s: float) -> None:
         if isinstance(report, ShardCreated):
-            model.shard_created(group)
+            if not group.created:
+                model.shard_created(group)
+                self._keep_model(model)
         elif isinstance(report, ShardInitialised):
             if model.shard_initialised(group, report.trainer_id):
                 logger.info("model %s is ready, with the values of trainer %d", model.spec.name, report.trainer_id)
+                self._keep_model(model)
                 for each in model.groups:
                     self._tell(each.primary, model.ready_command(each))
                     self._set_replicas(model, each)
@@ -316,6 +381,9 @@ class Coordinator:
             model.rounds.applied(group.shard, report.round)
             model.shard_rounds[group.shard] = max(model.shard_rounds[group.shard], report.round)
             model.versions[group.shard] = max(model.versions[group.shard], report.version)
+        elif isinstance(report, ShardState):
+            if model.take_state(report):
+                self._resume(model, now_s)
         elif isinstance(report, ShardPromoted):
             self._promoted(model, group, report, now_s)
         elif isinstance(report, ShardFailed):
@@ -329,6 +397,7 @@ class Coordinator:
             return
         if isinstance(report, ShardCreated) and replica.state is ReplicaState.MAKING:
             replica.state = ReplicaState.CATCHING_UP
+            self._keep_model(model)
             self._set_replicas(model, group)
         elif isinstance(report, ReplicaFenced):
             group.fenced(server, report.position)
@@ -348,6 +417,7 @@ class Coordinator:
             self._remove_replica(model, group, replica, report.failure, now_s)
         elif replica.state is not ReplicaState.IN_SYNC:
             replica.state, replica.lag = ReplicaState.IN_SYNC, 0
+            self._keep_model(model)
             logger.info("model %s: %s has a replica of shard %d in sync", model.spec.name, replica.server, group.shard)
 
     # Time
@@ -371,6 +441,7 @@ class Coordinator:
             self._end_trainer(trainer_id, now_s)
         for server in silent:
             self._servers.lose(server)
+            self._keep(saved.SERVER + server.name)
             self._lost(server, f"nothing was heard from it for {self._servers.lease_s:g} s")
         self._replicate(now_s)
         decided = [self._advance(model, now_s) for model in self._models.values() if model.rounds.undecided]
@@ -402,6 +473,7 @@ class Coordinator:
         model = Model(spec, [each.name for each in self._servers.alive], self._last_number + 1, replaced)
         self._last_number += 1
         self._models[spec.name] = model
+        self._keep_model(model)
         if replaced is not None:
             self._drop(replaced)
         for group in model.groups:
@@ -429,7 +501,8 @@ class Coordinator:
 
     def _advance(self, model: Model, now_s: float) -> bool:
         """Decides what can be decided; whether that was anything."""
-        news = model.rounds.advance(now_s) if model.state is ModelState.READY else []
+        may = model.state is ModelState.READY and model.states is None
+        news = model.rounds.advance(now_s) if may else []
         for each in news:
             for group in model.groups:
                 if not group.electing:
@@ -441,10 +514,12 @@ class Coordinator:
             return
         logger.info("trainer %d has ended", trainer_id)
         self._outcomes.forget_trainer(trainer_id)
+        self._keep(f"{saved.TRAINER}{trainer_id}")
         for server in self._servers:
             self._tell(server.name, EndTrainer(trainer_id=trainer_id))
         for model in self._models.values():
             model.trainer_ended(trainer_id)
+            self._keep_model(model)
             if model.deserted:
                 self._fail(model, "every trainer ended while its description was being changed")
             self._advance(model, now_s)
@@ -456,6 +531,8 @@ class Coordinator:
         for model in list(self._models.values()):
             for group in model.groups if model.state is not ModelState.FAILED else ():
                 replica = group.remove(server.name)
+                if replica is not None:
+                    self._keep_model(model)
                 if replica is not None and group.electing:
                     self._elect(model, group)
                 elif replica is not None:
@@ -471,13 +548,17 @@ class Coordinator:
             # Nobody has trained yet: the first trainer still has the values, and gives them to other servers.
             logger.error("model %s is placed anew, since %s", name, why)
             self._drop(self._models.pop(name))
+            self._keep_model(model)
             return
         if model.state is not ModelState.READY or not group.in_sync:
             self._fail(model, why)
             return
         self._last_number += 1
         group.begin_election(self._last_number)
+        self._keep_model(model)
         model.rounds.shard_lost(group.shard)
+        if model.states is not None:
+            model.states.pop(group.shard, None)
         logger.error("model %s: shard %d has lost its primary: %s", name, group.shard, why)
         for server in (lost, *catching_up):
             self._tell(server, DropShard(model=name, shard=group.shard, epoch=epoch))
@@ -493,6 +574,7 @@ class Coordinator:
             return
         self._last_number += 1
         model.placement_version = self._last_number
+        self._keep_model(model)
         logger.warning(
             "model %s: %s goes on with shard %d, epoch %d", model.spec.name, elected.server, group.shard, group.epoch
         )
@@ -507,12 +589,39 @@ class Coordinator:
         if group.created:
             return
         group.created = True
-        model.rounds.shard_promoted(group.shard, report.round, report.attempt)
-        for news in model.rounds.outstanding(group.shard):
-            self._tell(group.primary, model.round_command(group, news))
+        self._keep_model(model)
+        if model.states is None:
+            give_up = model.rounds.shard_promoted(group.shard, report.round, report.attempt)
+            self._tell_rounds(model, group)
+            if give_up:
+                self._give_up(model)
         self._set_replicas(model, group)
         self._replicate(now_s)
         self._advance(model, now_s)
+
+    def _resume(self, model: Model, now_s: float) -> None:
+        """All shards have said where they are: rounds go on from there."""
+        assert model.states is not None
+        states, model.states = model.states, None
+        give_up = model.rounds.resume(states)
+        logger.info("model %s goes on from round %d", model.spec.name, model.rounds.round)
+        for group in model.groups:
+            self._tell_rounds(model, group)
+        if give_up:
+            self._give_up(model)
+        self._advance(model, now_s)
+
+    def _give_up(self, model: Model) -> None:
+        """The round that is prepared cannot be: every shard has its commits wait again."""
+        model.rounds.give_up()
+        for group in model.groups:
+            if not group.electing:
+                self._tell(group.primary, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))
+
+    def _tell_rounds(self, model: Model, group: ShardGroup) -> None:
+        if not group.electing:
+            for news in model.rounds.outstanding(group.shard):
+                self._tell(group.primary, model.round_command(group, news))
 
     # Replicas
 
@@ -531,6 +640,7 @@ class Coordinator:
                 return
             self._last_number += 1
             group.replicas[server] = Replica(number=self._last_number, server=server)
+            self._keep_model(model)
             self._tell(server, model.create_command(group, replica=True))
 
     def _num_copies(self) -> Counter[str]:
@@ -542,6 +652,7 @@ class Coordinator:
         name = model.spec.name
         logger.error("model %s: the replica of shard %d on %s is given up: %s", name, group.shard, replica.server, why)
         group.remove(replica.server)
+        self._keep_model(model)
         self._servers.failed_replica(replica.server, now_s)
         self._tell(replica.server, DropShard(model=name, shard=group.shard, epoch=group.epoch))
         if group.electing:
@@ -571,6 +682,7 @@ class Coordinator:
             f"model {model.spec.name!r} has failed: {why}. Its values are gone; start the cluster again and "
             "restore the model from where you saved it"
         )
+        self._keep_model(model)
         for group in model.groups:
             for server in group.members:
                 self._tell(server, model.fail_command(group))
@@ -594,8 +706,8 @@ class Coordinator:
             if model.state is ModelState.READY:
                 self._tell(server, model.ready_command(group))
             self._set_replicas(model, group)
-            for news in model.rounds.outstanding(group.shard) if group.created else ():
-                self._tell(server, model.round_command(group, news))
+            if group.created and model.states is None:
+                self._tell_rounds(model, group)
 
     def _tell(self, server: str, command: Command) -> None:
         if self._servers.hears(server):
@@ -611,3 +723,8 @@ class Coordinator:
     def _require_alive(model: Model) -> None:
         if model.state is ModelState.FAILED:
             raise ModelFailed(model.failure)
+
+
+def _under(prefix: str, values: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    """What is kept under a prefix, by the rest of the key."""
+    return [(key.removeprefix(prefix), data) for key, data in sorted(values.items()) if key.startswith(prefix)]

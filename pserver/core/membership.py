@@ -1,6 +1,6 @@
 """Who is a trainer: ids, ranks and leases."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pserver.errors import InvalidRequest, RankTaken, TrainerEnded
@@ -100,6 +100,21 @@ class Membership:
         if len(self._by_nonce) > 2 * MAX_ENDED_NONCES + len(self._members):
             self._forget_oldest_nonces()
         return member
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The first id that was handed out, and the next one."""
+        return self._first_id, self._next_id
+
+    def find(self, trainer_id: int) -> Member | None:
+        """The member with this id, if it lives."""
+        return self._members.get(trainer_id)
+
+    def restore(self, first_id: int, next_id: int, members: Iterable[Member]) -> None:
+        """Takes the place of another one, with its ids and members."""
+        self._first_id, self._next_id = first_id, next_id
+        self._members = {each.trainer_id: each for each in members}
+        self._by_nonce = {each.nonce: each.trainer_id for each in self._members.values()}
 
     def require(self, trainer_id: int) -> Member:
         """The member with this id.

@@ -87,7 +87,7 @@ class Contribution:
     """One trainer's part in a decided round.
 
     `weight` is the integer factor of its gradient in the sum, `staleness` the number of rounds between the parameters
-    that it was computed on and this round.
+    that it was computed on and this round, `clock` the number of its gradients in rounds, with this one.
     """
 
     trainer_id: int
@@ -95,6 +95,7 @@ class Contribution:
     step: int
     weight: int
     staleness: int = 0
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class Decision:
         overflow: loss scaling overflowed on some trainer; the reason for `skip`.
         error: name of the error that every trainer in the round raises with `skip`; "" for none.
         grad_norm, num_nonfinite: as in `StepResult`.
+        settled: every shard, with its replicas, had applied the rounds up to this one: nobody will ask for them.
     """
 
     round: int
@@ -125,6 +127,7 @@ class Decision:
     error: str = ""
     grad_norm: float | None = None
     num_nonfinite: int = 0
+    settled: int = 0
 
     @property
     def steps(self) -> bool:
@@ -225,6 +228,15 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonPlan:
+    """The plan that is prepared is none: its commits wait again. Report those that are here."""
+
+    model: str
+    shard: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitTrainer:
     """A trainer has joined: take what it sends."""
 
@@ -309,6 +321,7 @@ Command = (
     | Prepare
     | Apply
     | Reject
+    | AbandonPlan
     | AdmitTrainer
     | LivingTrainers
     | EndTrainer
@@ -416,6 +429,47 @@ class ShardPromoted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProgress:
+    """What a shard knows of a trainer's steps.
+
+    Attributes:
+        settled_step: its last one that was decided or refused; 0: none.
+        told_round: the round that its outcome named.
+        clock: as in `Contribution`; 0: it was in no round.
+        latest: what it said with its last commit, if that is known.
+        refusal: of the last step, if it was refused.
+    """
+
+    trainer_id: int
+    settled_step: int
+    told_round: int
+    clock: int
+    latest: CommitInfo | None
+    refusal: Refusal | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardState:
+    """All that a coordinator needs to go on with this shard if it does not know it.
+
+    Attributes:
+        round, version: the last applied round, and how many have stepped.
+        decisions: of the last rounds, as far as some shard may lack them.
+        plan: of the next round, if it is prepared here.
+        trainers: those that it has heard of.
+    """
+
+    model: str
+    shard: int
+    epoch: int
+    round: int
+    version: int
+    decisions: tuple[Decision, ...]
+    plan: Plan | None
+    trainers: tuple[TrainerProgress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCaughtUp:
     """The primary shows nothing any more that this replica lacks."""
 
@@ -456,6 +510,7 @@ Report = (
     | ShardFailed
     | ReplicaFenced
     | ShardPromoted
+    | ShardState
     | ReplicaCaughtUp
     | ReplicaFailed
     | ReplicaLag

@@ -16,10 +16,11 @@ from pserver.core.messages import (
     Plan,
     Prepare,
     Reject,
+    ShardState,
 )
 from pserver.core.optimizers import check_groups
 from pserver.core.placement import place_buckets
-from pserver.core.rounds import BUFFER_POLICIES, RoundBook, RoundNews
+from pserver.core.rounds import BUFFER_POLICIES, RoundBook, RoundNews, RoundsSaved
 from pserver.core.sync import make_policy
 from pserver.errors import InvalidRequest, LayoutMismatch
 from pserver.wire.layout import Layout, first_difference
@@ -44,6 +45,23 @@ class _Proposal:
 
     spec: ModelSpec
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSaved:
+    """What is kept of a model beside its description; the fields are those of `Model`."""
+
+    epoch: int
+    state: ModelState
+    failure: str
+    initialiser: int | None
+    placement_version: int
+    first_round: int
+    first_version: int
+    replicated: bool
+    replaces: bool
+    groups: tuple[ShardGroup, ...]
+    rounds: RoundsSaved
 
 
 class Model:
@@ -93,9 +111,47 @@ class Model:
         self.shard_bytes = [
             sum(layout.buckets[index].num_master_bytes for run in group.runs for index in run) for group in self.groups
         ]
+        #: What shards say of themselves, while this coordinator does not know it; None: it does.
+        self.states: dict[int, ShardState] | None = None
         self._initialised: set[int] = set()
         self._replicated = spec.replicas == 0
         self._proposals: dict[int, _Proposal] = {}
+
+    def saved(self) -> ModelSaved:
+        """What the next coordinator must know."""
+        return ModelSaved(
+            epoch=self.epoch,
+            state=self.state,
+            failure=self.failure,
+            initialiser=self.initialiser,
+            placement_version=self.placement_version,
+            first_round=self.first_round,
+            first_version=self.first_version,
+            replicated=self._replicated,
+            replaces=self._replaces,
+            groups=tuple(self.groups),
+            rounds=self.rounds.saved(),
+        )
+
+    @classmethod
+    def restored(cls, spec: ModelSpec, saved: ModelSaved) -> "Model":
+        """The model that an earlier coordinator had; a ready one waits for all `states`, and goes on with them."""
+        model = cls(spec, [each.primary for each in saved.groups], saved.epoch)
+        model.groups = list(saved.groups)
+        model.state, model.failure, model.initialiser = saved.state, saved.failure, saved.initialiser
+        model.placement_version = saved.placement_version
+        model.first_round, model.first_version = saved.first_round, saved.first_version
+        model._replicated, model._replaces = saved.replicated, saved.replaces
+        model.rounds.restore(saved.rounds, saved.first_round)
+        model.states = {} if saved.state is ModelState.READY else None
+        return model
+
+    def take_state(self, state: ShardState) -> bool:
+        """Notes what a shard says of itself; whether all have now, so that rounds may go on."""
+        if self.states is None:
+            return False
+        self.states[state.shard] = state
+        return len(self.states) == len(self.groups)
 
     def group(self, shard: int) -> ShardGroup | None:
         """A shard by its number, if there is such a one."""

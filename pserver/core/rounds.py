@@ -4,7 +4,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from pserver.core.messages import CommitInfo, Committed, Contribution, Decision, Plan, Prepared, Refusal
+from pserver.core.messages import (
+    CommitInfo,
+    Committed,
+    Contribution,
+    Decision,
+    Plan,
+    Prepared,
+    Refusal,
+    ShardState,
+    TrainerProgress,
+)
 from pserver.core.reduce import weights_and_divisor
 from pserver.core.rules import treat
 from pserver.core.sync import MemberView, Offer, RoundView, SyncPolicy, Verdict
@@ -33,6 +43,7 @@ class _Expected:
     since_round: int  # the last decided round when it attached
     told_round: int  # the last round when this trainer was last told what became of its step
     clock: int
+    clock_before: int  # when it attached
     settled_step: int = 0  # the last step that has been decided or refused
     seen_step: int = 0
     commits: dict[int, _Waiting] = field(default_factory=dict)
@@ -47,11 +58,10 @@ class _Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """A commit that a plan has taken, and what its trainer was before."""
+class _Before:
+    """What a trainer was before a plan took its commit."""
 
     trainer_id: int
-    waiting: _Waiting
     settled_step: int
     told_round: int
 
@@ -61,8 +71,16 @@ class _Preparing:
     """A round whose members are decided, while shards look at its mean gradient, or make sure that it survives them."""
 
     plan: Plan
-    taken: list[_Taken]
+    before: list[_Before]
     reports: dict[int, Prepared] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsSaved:
+    """What is kept of a book: whether rounds have begun, and of each trainer rank, round and clock at its attaching."""
+
+    started: bool
+    trainers: Mapping[int, tuple[int, int, int]]
 
 
 #: What shards are told of a round: all about it, who is in it, or of a step that is in none.
@@ -133,12 +151,28 @@ class RoundBook:
 
     # Who is expected
 
+    def saved(self) -> RoundsSaved:
+        """What the next coordinator must know beside what shards do."""
+        trainers = {key: (each.rank, each.since_round, each.clock_before) for key, each in self._expected.items()}
+        return RoundsSaved(started=self._started, trainers=trainers)
+
+    def restore(self, saved: RoundsSaved, first_round: int) -> None:
+        """Expects whom an earlier coordinator did; `resume` says the rest."""
+        self.round = first_round
+        self._started = self._started or saved.started
+        for trainer_id, (rank, since_round, clock) in saved.trainers.items():
+            self._expected[trainer_id] = _Expected(
+                rank=rank, since_round=since_round, told_round=since_round, clock=clock, clock_before=clock
+            )
+
     def attach(self, trainer_id: int, rank: int, now_s: float) -> None:
         """Expects a trainer from the next round on. Repeating it changes nothing."""
         if trainer_id in self._expected:
             return
         clock = min((each.clock for each in self._expected.values()), default=0)
-        self._expected[trainer_id] = _Expected(rank=rank, since_round=self.round, told_round=self.round, clock=clock)
+        self._expected[trainer_id] = _Expected(
+            rank=rank, since_round=self.round, told_round=self.round, clock=clock, clock_before=clock
+        )
         if not self._started and len(self._expected) >= self._world_size:
             self._started = True
             # Nobody was late for a round that could not begin.
@@ -221,8 +255,8 @@ class RoundBook:
         if self._preparing is not None:
             self._preparing.reports.pop(shard, None)
 
-    def shard_promoted(self, shard: int, round_number: int, attempt: int) -> None:
-        """A replica goes on in a shard's place.
+    def shard_promoted(self, shard: int, round_number: int, attempt: int) -> bool:
+        """A replica goes on in a shard's place; whether the plan that is prepared must be given up, see `give_up`.
 
         Args:
             round_number: the last that it has applied.
@@ -230,22 +264,77 @@ class RoundBook:
         """
         self._applied[shard] = round_number
         preparing = self._preparing
+        held = (round_number + 1, attempt) if attempt else None
+        if preparing is None:
+            return held is not None and round_number == self.round
+        return held != (preparing.plan.plan.round, preparing.plan.attempt)
+
+    def give_up(self) -> None:
+        """A plan that a shard has lost gradients of: every shard must abandon it, and report what waits there again."""
+        preparing, self._preparing = self._preparing, None
         if preparing is None:
             return
-        held = (round_number + 1, attempt)
-        if held != (preparing.plan.plan.round, preparing.plan.attempt):
-            self._give_up(preparing)
-
-    def _give_up(self, preparing: _Preparing) -> None:
-        """A plan that a shard has lost gradients of: its commits wait again, until that shard has them, too."""
-        self._preparing = None
         self.round -= 1
-        for taken in preparing.taken:
-            trainer = self._expected.get(taken.trainer_id)
+        for before in preparing.before:
+            trainer = self._expected.get(before.trainer_id)
             if trainer is not None:
-                trainer.settled_step, trainer.told_round = taken.settled_step, taken.told_round
+                trainer.settled_step, trainer.told_round = before.settled_step, before.told_round
                 trainer.clock -= 1
-                trainer.commits[taken.waiting.commit.step] = taken.waiting
+
+    # A coordinator that goes on for another one
+
+    def resume(self, states: Mapping[int, ShardState]) -> bool:
+        """Goes on where the shards are; whether the plan that some have prepared must be given up, see `give_up`.
+
+        What some shard has applied is decided, and so is what all can prepare. Trainers are attached before, and what
+        shards have committed is reported before as well.
+
+        Args:
+            states: of every shard.
+        """
+        self.round = max(state.round for state in states.values())
+        self.version = max(state.version for state in states.values() if state.round == self.round)
+        known = {decision.round: decision for state in states.values() for decision in state.decisions}
+        self._applied = {shard: state.round for shard, state in states.items()}
+        slowest = min(self._applied.values())
+        self._outstanding = deque(known[each] for each in sorted(known) if each > slowest)
+        for state in states.values():
+            for progress in state.trainers:
+                self._resume_trainer(progress)
+        for trainer in self._expected.values():
+            trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.settled_step}
+        plans = [
+            state.plan
+            for state in states.values()
+            if state.plan is not None and state.plan.plan.round == self.round + 1
+        ]
+        if not plans:
+            return False
+        plan = max(plans, key=lambda each: each.attempt)
+        self._num_attempts = plan.attempt
+        lacking = [shard for shard, state in states.items() if state.plan is None or state.plan.attempt != plan.attempt]
+        if not all(self._has_committed(shard, each) for shard in lacking for each in plan.plan.contributions):
+            return True
+        self._prepare(plan)
+        return False
+
+    def _resume_trainer(self, progress: TrainerProgress) -> None:
+        trainer = self._expected.get(progress.trainer_id)
+        if trainer is None:
+            return
+        if progress.latest is not None and (trainer.latest is None or trainer.latest.step < progress.latest.step):
+            trainer.latest = progress.latest
+        trainer.clock = max(trainer.clock, progress.clock)
+        if progress.settled_step >= trainer.settled_step:
+            trainer.settled_step = progress.settled_step
+            trainer.told_round = max(trainer.told_round, progress.told_round)
+            trainer.rejection = progress.refusal
+        trainer.seen_step = max(trainer.seen_step, trainer.settled_step, trainer.latest.step if trainer.latest else 0)
+
+    def _has_committed(self, shard: int, contribution: Contribution) -> bool:
+        trainer = self._expected.get(contribution.trainer_id)
+        waiting = trainer.commits.get(contribution.step) if trainer is not None else None
+        return waiting is not None and shard in waiting.shards
 
     # Deciding
 
@@ -338,7 +427,9 @@ class RoundBook:
         for trainer_id, trainer in self._expected.items():
             if trainer.rank not in verdict.reject:
                 continue
-            waiting = self._settle(trainer)
+            waiting = trainer.waiting
+            assert waiting is not None
+            self._settle(trainer, waiting.commit.step)
             trainer.rejection = Refusal(
                 trainer_id=trainer_id,
                 step=waiting.commit.step,
@@ -355,8 +446,11 @@ class RoundBook:
     def _close(self, ranks: frozenset[int]) -> Decision | Plan:
         """Makes the next round of these trainers' gradients: decided at once, or prepared if shards must look first."""
         members = sorted((each.rank, key) for key, each in self._expected.items() if each.rank in ranks)
-        before = {key: (self._expected[key].settled_step, self._expected[key].told_round) for _, key in members}
-        taken = [(key, rank, self._settle(self._expected[key])) for rank, key in members]
+        taken: list[tuple[int, int, _Waiting]] = []
+        for rank, key in members:
+            waiting = self._expected[key].waiting
+            assert waiting is not None
+            taken.append((key, rank, waiting))
         weights, divisor = weights_and_divisor([waiting.commit.samples for _, _, waiting in taken])
         contributions = tuple(
             Contribution(
@@ -365,23 +459,19 @@ class RoundBook:
                 step=waiting.commit.step,
                 weight=weight,
                 staleness=self.round - waiting.offer.base_round if waiting.offer is not None else 0,
+                clock=self._expected[key].clock + 1,
             )
             for (key, rank, waiting), weight in zip(taken, weights, strict=True)
         )
         overflowed = [rank for _, rank, waiting in taken if waiting.commit.overflow]
         leading = self._leading(taken[0][2].commit)
-        self.round += 1
-        for key, _, _ in taken:
-            trainer = self._expected[key]
-            trainer.told_round = self.round
-            trainer.clock += 1
         skip = ""
         if overflowed:
             skip = f"loss scaling overflowed on the ranks {overflowed}; nobody stepped"
         elif not divisor:
             skip = "no trainer in the round contributed samples"
-        plan = Decision(
-            round=self.round,
+        decision = Decision(
+            round=self.round + 1,
             contributions=contributions,
             divisor=divisor,
             options=leading.options,
@@ -389,18 +479,37 @@ class RoundBook:
             skip=skip,
             overflow=bool(overflowed),
             clip_value=leading.rules.clip_value,
+            settled=min(self._applied.values(), default=self.round),
         )
         if not self._always_prepares and (skip or not leading.rules.need_look):
-            return self._decide(plan)
+            self._take(decision)
+            return self._decide(decision)
         self._num_attempts += 1
-        self._preparing = _Preparing(
-            plan=Plan(plan=plan, attempt=self._num_attempts, rules=leading.rules),
-            taken=[
-                _Taken(trainer_id=key, waiting=waiting, settled_step=before[key][0], told_round=before[key][1])
-                for key, _, waiting in taken
-            ],
-        )
-        return self._preparing.plan
+        plan = Plan(plan=decision, attempt=self._num_attempts, rules=leading.rules)
+        self._prepare(plan)
+        return plan
+
+    def _prepare(self, plan: Plan) -> None:
+        self._preparing = _Preparing(plan=plan, before=self._take(plan.plan))
+
+    def _take(self, decision: Decision) -> list[_Before]:
+        """Takes the commits of a round off the book; returns what their trainers were before."""
+        before: list[_Before] = []
+        self.round = decision.round
+        for contribution in decision.contributions:
+            trainer = self._expected.get(contribution.trainer_id)
+            if trainer is not None:
+                before.append(
+                    _Before(
+                        trainer_id=contribution.trainer_id,
+                        settled_step=trainer.settled_step,
+                        told_round=trainer.told_round,
+                    )
+                )
+                self._settle(trainer, contribution.step)
+                trainer.told_round = self.round
+                trainer.clock = contribution.clock
+        return before
 
     def _finish(self, preparing: _Preparing) -> Decision:
         """Decides the round that was prepared."""
@@ -416,14 +525,12 @@ class RoundBook:
         self._staleness.update(min(each, MAX_STALENESS_SHOWN) for each in counted)
         return decision
 
-    def _settle(self, trainer: _Expected) -> _Waiting:
-        """Takes a trainer's first whole commit off the book."""
-        waiting = trainer.waiting
-        assert waiting is not None
-        trainer.settled_step = waiting.commit.step
-        trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.settled_step}
+    @staticmethod
+    def _settle(trainer: _Expected, settled_step: int) -> None:
+        """Takes a trainer's commit, and what is older, off the book."""
+        trainer.settled_step = settled_step
+        trainer.commits = {step: each for step, each in trainer.commits.items() if step > settled_step}
         trainer.rejection = None
-        return waiting
 
     def _leading(self, otherwise: CommitInfo) -> CommitInfo:
         """The last commit of the lowest rank: its options and rules count for everybody, so that schedules agree.

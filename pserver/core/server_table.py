@@ -66,6 +66,14 @@ class ServerTable:
         self._servers[name] = server
         return known if restarted and known is not None and known.alive else None
 
+    def find(self, name: str) -> Server | None:
+        """A server by name, if it is known."""
+        return self._servers.get(name)
+
+    def restore(self, server: Server) -> None:
+        """Takes a server that an earlier coordinator knew."""
+        self._servers[server.name] = server
+
     def address_of(self, name: str) -> str:
         """Where a server is, or was; "" if it was forgotten."""
         server = self._servers.get(name)

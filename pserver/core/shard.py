@@ -4,6 +4,7 @@ Nothing here waits, and nothing is thread-safe: the owner runs one call at a tim
 """
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +43,8 @@ from pserver.core.messages import (
     ShardCreated,
     ShardInitialised,
     ShardPromoted,
+    ShardState,
+    TrainerProgress,
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options, optimizer_entry
@@ -171,6 +174,8 @@ class Shard:
         self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
         self._last_step: dict[int, int] = {}
+        self._decisions: deque[Decision] = deque()  # the last ones, as far as some shard may lack them
+        self._progress: dict[int, TrainerProgress] = {}
         self._changes: list[LoggedChange] = []
         self._held: set[int] | None = None  # buckets that a replica has got so far; None: all
 
@@ -343,12 +348,21 @@ class Shard:
             else:
                 self._contexts.commit(context, commit, push_id)
                 self._last_step[push_id.trainer_id] = commit.step
+                self._note_commit(push_id.trainer_id, commit)
                 self._outcomes.record(push_id, Pending())
                 return self._report(context)
         elif isinstance(known, Pending):
             waiting = self._contexts.committed_by(push_id)
             return self._report(waiting) if waiting is not None else None
         return None
+
+    def _note_commit(self, trainer_id: int, commit: CommitInfo) -> None:
+        known = self._progress.get(trainer_id)
+        if known is None:
+            known = TrainerProgress(
+                trainer_id=trainer_id, settled_step=0, told_round=0, clock=0, latest=None, refusal=None
+            )
+        self._progress[trainer_id] = replace(known, latest=commit)
 
     def outcome(self, push_id: PushId) -> Outcome | None:
         """What became of a mutation; None if it is unknown, for example because its trainer has ended."""
@@ -510,8 +524,48 @@ class Shard:
         self.round = decision.round
         for push_id, result in results.items():
             self._outcomes.record(push_id, result)
+        self._note_decision(decision)
         self._changed(RoundApplied(decision=decision, version=self.version, checksum=self._checksum_in_turn()))
         return self.applied()
+
+    def _note_decision(self, decision: Decision) -> None:
+        while self._decisions and self._decisions[0].round <= decision.settled:
+            self._decisions.popleft()
+        self._decisions.append(decision)
+        for each in decision.contributions:
+            self._note_progress(each.trainer_id, each.step, decision.round, clock=each.clock)
+
+    def _note_progress(
+        self, trainer_id: int, step: int, told_round: int, *, clock: int = 0, refusal: Refusal | None = None
+    ) -> None:
+        known = self._progress.get(trainer_id)
+        if known is None or step >= known.settled_step:
+            self._progress[trainer_id] = TrainerProgress(
+                trainer_id=trainer_id,
+                settled_step=step,
+                told_round=told_round,
+                clock=clock or (known.clock if known is not None else 0),
+                latest=known.latest if known is not None else None,
+                refusal=refusal,
+            )
+
+    def state(self) -> ShardState:
+        """What a coordinator needs that does not know this shard."""
+        return ShardState(
+            model=self.spec.name,
+            shard=self.number,
+            epoch=self.epoch,
+            round=self.round,
+            version=self.version,
+            decisions=tuple(self._decisions),
+            plan=self._prepared.change.plan if self._prepared is not None else None,
+            trainers=tuple(self._progress.values()),
+        )
+
+    def abandon_plan(self) -> list[Report]:
+        """The plan that is prepared is none: what it was made of waits again; returns that, as reports."""
+        self._put_back()
+        return [self._report(context) for context in self._contexts.committed()]
 
     @staticmethod
     def _require_untouched(context: GradientContext) -> None:
@@ -546,6 +600,7 @@ class Shard:
                 options=context.commit.options,
             )
             self._outcomes.record(context.push_id, result)
+            self._note_progress(refusal.trainer_id, refusal.step, refusal.round, refusal=refusal)
             self._changed(
                 StepRefused(push_id=context.push_id, context_id=context.context_id, step=refusal.step, result=result)
             )
@@ -585,6 +640,10 @@ class Shard:
         found.append(self.applied())
         found.extend(self._report(context) for context in self._contexts.committed())
         if self._prepared is not None:
+            found.extend(self._report(each) for each in self._prepared.contexts if each.commit is not None)
+        if self.ready:
+            found.append(self.state())
+        if self._prepared is not None:
             found.append(self._prepared_report(self._prepared.change))
         return found
 
@@ -602,6 +661,7 @@ class Shard:
         self._initial.pop(trainer_id, None)
         self._outcomes.forget_trainer(trainer_id)
         self._last_step.pop(trainer_id, None)
+        self._progress.pop(trainer_id, None)
         self._changed(TrainerGone(trainer_id=trainer_id))
 
     # Replicas
@@ -620,6 +680,8 @@ class Shard:
             self._contexts.take_open(change.push_id.trainer_id, change.context_id)
             self._outcomes.redo(change.push_id, change.result)
             self._last_step[change.push_id.trainer_id] = change.step
+            refusal = _refusal(change)
+            self._note_progress(refusal.trainer_id, refusal.step, refusal.round, refusal=refusal)
         elif isinstance(change, GradientsPushed):
             context = self._contexts.open(change.push_id.trainer_id, change.context_id)
             context.add_(dict(change.gradients), change.absent, self._buffer_buckets, self._dtypes)
@@ -720,7 +782,7 @@ class Shard:
                     },
                 )
             )
-        return Bookkeeping(round=self.round, version=self.version, trainers=records)
+        return Bookkeeping(round=self.round, version=self.version, trainers=records, decisions=tuple(self._decisions))
 
     def _begin_anew(self, change: Bookkeeping) -> None:
         self.round, self.version = change.round, change.version
@@ -728,6 +790,9 @@ class Shard:
         self._held = set()
         self._prepared = None
         self._contexts, self._outcomes, self._last_step = ContextTable(), DedupTable(), {}
+        self._decisions, self._progress = deque(), {}
+        for decision in change.decisions:
+            self._note_decision(decision)
         for each in change.trainers:
             outcomes = {sequence: Done() if found is None else found for sequence, found in each.outcomes.items()}
             self._outcomes.restore(each.trainer_id, each.lowest_unacknowledged, outcomes)
@@ -792,6 +857,18 @@ class Shard:
             data = to_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode()
             found = zlib.crc32(data, zlib.crc32(f"{piece.tensor} {piece.key}".encode(), found))
         return found
+
+
+def _refusal(change: StepRefused) -> Refusal:
+    result = change.result
+    return Refusal(
+        trainer_id=change.push_id.trainer_id,
+        step=change.step,
+        round=result.round,
+        staleness=result.staleness,
+        reason=result.reason,
+        error=result.error,
+    )
 
 
 def _new_memory(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:

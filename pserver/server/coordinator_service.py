@@ -38,6 +38,7 @@ class CoordinatorService:
         _check_protocol(request.protocol, "trainer")
         member = self._host.core.join(request.nonce, request.rank, self._host.now_s())
         self._host.changed()
+        await self._host.kept()
         return pb.JoinReply(trainer_id=member.trainer_id, rank=member.rank, lease_s=self._host.core.trainer_lease_s)
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
@@ -54,6 +55,7 @@ class CoordinatorService:
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         self._host.core.leave(push_id_from_proto(request.push_id), self._host.now_s())
         self._host.changed()
+        await self._host.kept()
         return pb.LeaveReply()
 
     async def register_model(self, request: pb.RegisterModelRequest) -> pb.RegisterModelReply:
@@ -68,6 +70,7 @@ class CoordinatorService:
             replaces=request.replaces,
             wait_s=check_wait_s(request.wait_s),
         )
+        await self._host.kept()
         return pb.RegisterModelReply(
             initialise=registration.initialise,
             placement=placement_to_proto(registration.placement),
@@ -79,11 +82,13 @@ class CoordinatorService:
             push_id_from_proto(request.push_id), request.model, request.epoch, self._host.now_s()
         )
         self._host.changed()
+        await self._host.kept()
         return pb.AttachReply(round=attachment.round, step=attachment.step)
 
     async def drop_model(self, request: pb.DropModelRequest) -> pb.DropModelReply:
         self._host.core.drop_model(push_id_from_proto(request.push_id), request.model)
         self._host.changed()
+        await self._host.kept()
         return pb.DropModelReply()
 
     async def watch(self, request: pb.WatchRequest) -> pb.WatchReply:
@@ -105,7 +110,9 @@ class CoordinatorService:
         link = self._host.open_link(hello.name, hello.address, hello.incarnation, hello.arithmetic)
         reader = asyncio.create_task(self._read(link, messages))
         try:
-            yield pb.CoordinatorMessage(welcome=pb.Welcome(lease_s=self._host.core.server_lease_s))
+            yield pb.CoordinatorMessage(
+                welcome=pb.Welcome(lease_s=self._host.core.server_lease_s, term=self._host.term)
+            )
             async for command in link.commands():
                 yield command_to_proto(command)
             if reader.done():

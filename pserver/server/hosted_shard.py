@@ -12,7 +12,6 @@ from pserver.core.changes import Bookkeeping
 from pserver.core.coding import Coding
 from pserver.core.messages import Applied, Decision, Prepared, Report, ShardPromoted
 from pserver.core.optimizer_state import StatePiece
-from pserver.core.replication import Entry
 from pserver.core.shard import Progress, Shard
 from pserver.errors import DeadlineExceeded, ModelFailed, PushLost, StaleEpoch
 from pserver.server.changed import Changed
@@ -237,8 +236,8 @@ class HostedShard:
                 return outcome
             if outcome is None:
                 raise PushLost(
-                    f"server {self._server}: push {push_id.sequence} of trainer {push_id.trainer_id} is not known here, "
-                    "since it was lost with an earlier primary, or its trainer has ended; send it again"
+                    f"server {self._server} does not know push {push_id.sequence} of trainer {push_id.trainer_id}: it "
+                    "was lost with an earlier primary, or its trainer has ended; send it again"
                 )
             if not await self._changed.wait(deadline.remaining_s()):
                 raise DeadlineExceeded(
@@ -335,7 +334,7 @@ class HostedShard:
             change = arrived.change
             if isinstance(change, Bookkeeping):
                 self.log.entries.begin_at(arrived.position)
-            if arrived.index and not self.log.entries.store(Entry(arrived.index, change), arrived.released):  # type: ignore[arg-type]
+            if arrived.index and not self.log.store(arrived):
                 return
             await self._run(lambda shard: shard.redo(change))
             if not self._shard.is_preparing:

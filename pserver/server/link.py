@@ -5,7 +5,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
 import torch
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: A link is renewed at least this often, in seconds.
 LINK_TIMEOUT_S = 30 * 86400.0
+#: While it is linked, a server looks so often whether another coordinator leads, in seconds.
+LOOK_FOR_LEADER_S = 0.5
 #: A server must have been welcomed within this time, in seconds.
 JOIN_TIMEOUT_S = 60.0
 #: Heartbeats per lease.
@@ -38,14 +40,18 @@ class CoordinatorLink:
     Args:
         host: whose reports go out, and who carries out commands.
         connect: opens channels.
-        coordinator: address of the coordinator.
+        find: the address of the coordinator; None: nobody leads now.
         address: where trainers reach this server.
     """
 
-    def __init__(self, host: ShardHost, connect: Connector, coordinator: str, *, address: str) -> None:
+    def __init__(
+        self, host: ShardHost, connect: Connector, find: Callable[[], Awaitable[str | None]], *, address: str
+    ) -> None:
         self._host = host
         self._connect = connect
-        self._coordinator = coordinator
+        self._find = find
+        self._coordinator = "an address that is not known yet"
+        self._term = 0
         self._hello = pb.Hello(
             name=host.name,
             address=address,
@@ -111,7 +117,7 @@ class CoordinatorLink:
         while True:
             linked = self._welcomed.is_set()
             try:
-                await self._link_once()
+                await self._link_to(await self._find_coordinator())
                 last: PserverError = ServerUnavailable("it closed the link")
             except ServerEnded as error:
                 last = error
@@ -132,8 +138,28 @@ class CoordinatorLink:
             await asyncio.sleep(random.uniform(0, backoff_s))
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
-    async def _link_once(self) -> None:
-        channel = self._connect(self._coordinator)
+    async def _find_coordinator(self) -> str:
+        found = await self._find()
+        if found is None:
+            raise ServerUnavailable("no coordinator leads now")
+        self._coordinator = found
+        return found
+
+    async def _link_to(self, coordinator: str) -> None:
+        """One link, until it ends or another coordinator leads."""
+        linking = asyncio.create_task(self._link_once(coordinator))
+        try:
+            while not (await asyncio.wait((linking,), timeout=LOOK_FOR_LEADER_S))[0]:
+                with suppress(PserverError):
+                    if await self._find() not in (None, coordinator):
+                        return
+            linking.result()
+        finally:
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
+
+    async def _link_once(self, coordinator: str) -> None:
+        channel = self._connect(coordinator)
         outgoing: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
         hello_ns = time.monotonic_ns()
         outgoing.put_nowait(pb.ServerMessage(hello=self._hello))
@@ -146,6 +172,12 @@ class CoordinatorLink:
                     if message.WhichOneof("kind") != "welcome":
                         await self._host.handle(command_from_proto(message))
                         continue
+                    if message.welcome.term < self._term:
+                        raise ServerUnavailable(
+                            f"the coordinator at {coordinator} is of term {message.welcome.term}, but one of term "
+                            f"{self._term} has led since"
+                        )
+                    self._term = message.welcome.term
                     self._host.begin_lease(message.welcome.lease_s, hello_ns)
                     self._outgoing = outgoing
                     for report in await self._host.reports():

@@ -7,22 +7,26 @@ from collections.abc import Mapping
 from pserver.clock import Clock, SystemClock
 from pserver.config import ServerSettings
 from pserver.errors import PserverError
+from pserver.server.coordination.open_store import open_store
 from pserver.server.coordinator_host import CoordinatorHost
 from pserver.server.coordinator_service import CoordinatorService
 from pserver.server.link import CoordinatorLink
 from pserver.server.replica_service import ReplicaService
 from pserver.server.shard_host import ShardHost
 from pserver.server.shard_service import ShardService
-from pserver.transport.channel import Connector
+from pserver.transport.channel import Channel, Connector
 from pserver.transport.inprocess import InProcessNetwork
 from pserver.transport.methods import COORDINATOR, REPLICAS, SHARDS, Handler, Method, bind
 from pserver.wire.shm import sweep
 
 logger = logging.getLogger(__name__)
 
+#: Trainer ids that a cluster may hand out in each second of its life: a later one starts above.
+IDS_PER_SECOND = 1 << 20
+
 
 class ServerNode:
-    """A server that hosts shards, and the coordinator if its settings name no other.
+    """A server that hosts shards, and the coordinator if its settings say so.
 
     Belongs to one event loop. `handlers` is what a transport serves.
     """
@@ -32,11 +36,20 @@ class ServerNode:
         self.shards = ShardHost(settings.name, shared_memory=settings.shared_memory)
         self.coordinator: CoordinatorHost | None = None
         self._link: CoordinatorLink | None = None
+        clock = clock or SystemClock()
+        # Seconds grow from one start to the next, so that terms and trainer ids do too where nothing is kept.
+        self._store = open_store(
+            data_dir=settings.data_dir,
+            coordination=settings.coordination,
+            first_term=int(time.time()),
+            clock=clock,
+            lease_ttl_s=max(1, round(settings.server_lease_s)),
+        )
         handlers = bind(SHARDS, ShardService(self.shards))
         handlers.update(bind(REPLICAS, ReplicaService(self.shards)))
-        if settings.join is None:
-            # Seconds grow from one start to the next, so that trainer ids do too.
-            self.coordinator = CoordinatorHost(settings, clock or SystemClock(), int(time.time()))
+        if settings.coordinates:
+            first_trainer_id = int(time.time()) * IDS_PER_SECOND + 1
+            self.coordinator = CoordinatorHost(settings, clock, self._store, first_trainer_id)
             handlers.update(bind(COORDINATOR, CoordinatorService(self.coordinator)))
         self.handlers: Mapping[str, tuple[Method, Handler]] = handlers
 
@@ -44,19 +57,34 @@ class ServerNode:
         """Starts what runs in the background; returns once the server is linked to its coordinator.
 
         Args:
-            address: where trainers reach this server.
-            connect: opens the channel to a coordinator elsewhere.
+            address: where trainers and other servers reach this server.
+            connect: opens channels to other servers.
+
+        Raises:
+            ConfigError, ProtocolMismatch: the coordinator refuses this server, or what was kept cannot be used.
+            StoreUnavailable, DeadlineExceeded: nobody leads.
         """
         if self.settings.shared_memory and (swept := sweep()):
             logger.info("removed %d segments of shared memory whose servers have ended", len(swept))
         self.shards.connect_with(connect)
-        target = self.settings.join or address
+        own = address
+        local = InProcessNetwork()
         if self.coordinator is not None:
-            self.coordinator.start()
-            local = InProcessNetwork()
-            local.serve(address, self.handlers)
-            connect = local.connect
-        self._link = CoordinatorLink(self.shards, connect, target, address=address)
+            local.serve(own, self.handlers)
+            if self.settings.coordination is None:
+                await self.coordinator.start_alone(own)
+            else:
+                self.coordinator.start(own)
+
+        def connect_to(address: str) -> Channel:
+            return local.connect(own) if self.coordinator is not None and address == own else connect(address)
+
+        async def find() -> str | None:
+            if self.settings.coordination is not None:
+                return await self._store.leader()
+            return self.settings.join or own
+
+        self._link = CoordinatorLink(self.shards, connect_to, find, address=address)
         await self._link.start()
 
     async def refused(self) -> PserverError:
@@ -70,4 +98,6 @@ class ServerNode:
             await self._link.stop()
         if self.coordinator is not None:
             await self.coordinator.stop()
+        else:
+            await self._store.close()
         await self.shards.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pserver.core.messages import (
+    AbandonPlan,
     AdmitTrainer,
     Apply,
     Command,
@@ -34,6 +35,7 @@ from pserver.core.messages import (
     SetReplicas,
     ShardCreated,
     ShardFailed,
+    ShardState,
 )
 from pserver.core.shard import Shard
 from pserver.errors import (
@@ -63,7 +65,9 @@ from pserver.wire.layout import STORED, Layout
 logger = logging.getLogger(__name__)
 
 #: Commands for a shard that is here.
-ShardCommand = ModelReady | Prepare | Apply | Reject | FailModel | DropShard | FenceReplica | Promote | SetReplicas
+ShardCommand = (
+    ModelReady | Prepare | Apply | Reject | AbandonPlan | FailModel | DropShard | FenceReplica | Promote | SetReplicas
+)
 
 #: A trainer may be here before the news of its joining; its messages wait this long, in seconds.
 ADMISSION_WAIT_S = 5.0
@@ -291,6 +295,12 @@ class ShardHost:
             async with hosted.exclusive() as shard:
                 shard.reject(command.refusal)
             hosted.wake()
+        elif isinstance(command, AbandonPlan):
+            async with hosted.exclusive() as shard:
+                reports = shard.abandon_plan()
+            hosted.wake()
+            for report in reports:
+                self.report(report)
         else:
             await self._make_ready(hosted, command)
 
@@ -492,11 +502,13 @@ class ShardHost:
         logger.warning("server %s is primary of shard %d of model %s now", self.name, hosted.number, hosted.model)
         await self._set_replicas(hosted, command.replicas, in_sync=True)
         self.report(promoted)
-        assert hosted.log is not None
         async with hosted.exclusive() as shard:
-            prepared = [each for each in shard.reports() if isinstance(each, Prepared)]
-        for report in prepared:
-            self._spawn(self._report_prepared(hosted, report, hosted.log))
+            reports = [each for each in shard.reports() if isinstance(each, ShardState | Prepared)]
+        for report in reports:
+            if isinstance(report, Prepared) and hosted.log is not None:
+                self._spawn(self._report_prepared(hosted, report, hosted.log))
+            else:
+                self.report(report)
 
     # Trainers
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from pserver.core.changes import LoggedChange, RoundApplied, RoundPrepared
+from pserver.core.changes import Bookkeeping, BucketHeld, ContextHeld, LoggedChange, RoundApplied, RoundPrepared
 from pserver.core.messages import Applied
 from pserver.core.replication import Entry, Log
-from pserver.errors import DeadlineExceeded, SharedMemoryUnavailable
+from pserver.errors import DeadlineExceeded, InvalidRequest, SharedMemoryUnavailable
 from pserver.server.changed import Changed
 from pserver.server.log_memory import LogMemory
-from pserver.transport.changes import Offsets
+from pserver.transport.changes import Arrived, Offsets
 from pserver.transport.deadline import Deadline
 from pserver.wire.layout import Bucket
 from pserver.wire.tensors import element_type
@@ -73,6 +73,15 @@ class ShardLog:
                 self._applied.append((entry.index, applied))
             for listener in self._listeners.values():
                 listener.tell(entry)
+
+    def store(self, arrived: Arrived) -> bool:
+        """On a replica: takes an entry from the primary; False if it is here already. Raises as `Log.store` does."""
+        change = arrived.change
+        if isinstance(change, Bookkeeping | ContextHeld | BucketHeld):
+            raise InvalidRequest(f"entry {arrived.index} of a log is a part of the state, which no log has")
+        if isinstance(change, RoundPrepared):
+            self._prepared = arrived.index
+        return self.entries.store(Entry(arrived.index, change), arrived.released)
 
     # Who has it
 

@@ -148,6 +148,7 @@ def _describe(head: pb.ChangeHead, change: Change) -> Iterator[tuple[int, torch.
                 round=change.round,
                 version=change.version,
                 trainers=[_record_to_proto(each) for each in change.trainers],
+                decisions=[decision_to_proto(each) for each in change.decisions],
             )
         )
     elif isinstance(change, ContextHeld):
@@ -303,7 +304,10 @@ class ChangeStaging:
         if kind == "bookkeeping":
             books = head.bookkeeping
             return Bookkeeping(
-                round=books.round, version=books.version, trainers=[_record_from_proto(each) for each in books.trainers]
+                round=books.round,
+                version=books.version,
+                trainers=[_record_from_proto(each) for each in books.trainers],
+                decisions=[decision_from_proto(each) for each in books.decisions],
             )
         if kind == "context_held":
             held = head.context_held

@@ -287,6 +287,7 @@ _PLAIN_COMMANDS = {
     "end_trainer": core.EndTrainer,
     "fail_model": core.FailModel,
     "drop_shard": core.DropShard,
+    "abandon_plan": core.AbandonPlan,
     "fence_replica": core.FenceReplica,
     "heartbeat_heard": core.HeartbeatHeard,
 }
@@ -377,6 +378,8 @@ def report_to_proto(report: core.Report) -> coordinator_pb2.ServerMessage:
     elif isinstance(report, core.Prepared):
         nonfinite = nonfinite_to_proto(report.nonfinite)
         message.prepared.CopyFrom(_same(coordinator_pb2.Prepared, report, nonfinite=nonfinite))
+    elif isinstance(report, core.ShardState):
+        message.shard_state.CopyFrom(_state_to_proto(report))
     else:
         _fill(message, _PLAIN_REPORTS, report)
     return message
@@ -395,8 +398,46 @@ def report_from_proto(message: coordinator_pb2.ServerMessage) -> core.Report:
             squares=tuple(message.prepared.squares),
             nonfinite=nonfinite_from_proto(message.prepared.nonfinite),
         )
+    if kind == "shard_state":
+        return _state_from_proto(message.shard_state)
     report: core.Report = _read(message, _PLAIN_REPORTS, kind)
     return report
+
+
+def _state_to_proto(state: core.ShardState) -> coordinator_pb2.ShardState:
+    return _same(  # type: ignore[no-any-return]
+        coordinator_pb2.ShardState,
+        state,
+        decisions=[decision_to_proto(each) for each in state.decisions],
+        plan=None if state.plan is None else plan_to_proto(state.plan),
+        trainers=[
+            _same(
+                coordinator_pb2.TrainerProgress,
+                each,
+                latest=None if each.latest is None else commit_to_proto(each.latest),
+                refusal=None if each.refusal is None else _same(coordinator_pb2.Refusal, each.refusal),
+            )
+            for each in state.trainers
+        ],
+    )
+
+
+def _state_from_proto(message: coordinator_pb2.ShardState) -> core.ShardState:
+    return _back(  # type: ignore[no-any-return]
+        core.ShardState,
+        message,
+        decisions=tuple(decision_from_proto(each) for each in message.decisions),
+        plan=plan_from_proto(message.plan) if message.HasField("plan") else None,
+        trainers=tuple(
+            _back(
+                core.TrainerProgress,
+                each,
+                latest=commit_from_proto(each.latest) if each.HasField("latest") else None,
+                refusal=_back(core.Refusal, each.refusal) if each.HasField("refusal") else None,
+            )
+            for each in message.trainers
+        ),
+    )
 
 
 def _fill(message: Any, kinds: Mapping[str, type], value: object) -> None:

@@ -259,7 +259,7 @@ class TrainerStatus(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ..., lag_rounds: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed", "prepared", "replica_fenced", "shard_promoted", "replica_caught_up", "replica_failed", "replica_lag")
+    __slots__ = ("hello", "heartbeat", "shard_created", "shard_initialised", "committed", "applied", "shard_failed", "prepared", "replica_fenced", "shard_promoted", "replica_caught_up", "replica_failed", "replica_lag", "shard_state")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class ServerMessage(_message.Message):
     REPLICA_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FAILED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_LAG_FIELD_NUMBER: _ClassVar[int]
+    SHARD_STATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_created: ShardCreated
@@ -286,7 +287,8 @@ class ServerMessage(_message.Message):
     replica_caught_up: ReplicaCaughtUp
     replica_failed: ReplicaFailed
     replica_lag: ReplicaLag
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., replica_fenced: _Optional[_Union[ReplicaFenced, _Mapping]] = ..., shard_promoted: _Optional[_Union[ShardPromoted, _Mapping]] = ..., replica_caught_up: _Optional[_Union[ReplicaCaughtUp, _Mapping]] = ..., replica_failed: _Optional[_Union[ReplicaFailed, _Mapping]] = ..., replica_lag: _Optional[_Union[ReplicaLag, _Mapping]] = ...) -> None: ...
+    shard_state: ShardState
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_created: _Optional[_Union[ShardCreated, _Mapping]] = ..., shard_initialised: _Optional[_Union[ShardInitialised, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., replica_fenced: _Optional[_Union[ReplicaFenced, _Mapping]] = ..., shard_promoted: _Optional[_Union[ShardPromoted, _Mapping]] = ..., replica_caught_up: _Optional[_Union[ReplicaCaughtUp, _Mapping]] = ..., replica_failed: _Optional[_Union[ReplicaFailed, _Mapping]] = ..., replica_lag: _Optional[_Union[ReplicaLag, _Mapping]] = ..., shard_state: _Optional[_Union[ShardState, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("name", "address", "incarnation", "protocol", "arithmetic")
@@ -422,6 +424,42 @@ class ShardPromoted(_message.Message):
     attempt: int
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class ShardState(_message.Message):
+    __slots__ = ("model", "epoch", "shard", "round", "version", "decisions", "plan", "trainers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    round: int
+    version: int
+    decisions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Decision]
+    plan: _types_pb2.Plan
+    trainers: _containers.RepeatedCompositeFieldContainer[TrainerProgress]
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[_types_pb2.Decision, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerProgress, _Mapping]]] = ...) -> None: ...
+
+class TrainerProgress(_message.Message):
+    __slots__ = ("trainer_id", "settled_step", "told_round", "clock", "latest", "refusal")
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOLD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: int
+    settled_step: int
+    told_round: int
+    clock: int
+    latest: _types_pb2.Commit
+    refusal: Refusal
+    def __init__(self, trainer_id: _Optional[int] = ..., settled_step: _Optional[int] = ..., told_round: _Optional[int] = ..., clock: _Optional[int] = ..., latest: _Optional[_Union[_types_pb2.Commit, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
 class ReplicaCaughtUp(_message.Message):
     __slots__ = ("model", "epoch", "shard", "number")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -463,7 +501,7 @@ class ReplicaLag(_message.Message):
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., number: _Optional[int] = ..., num_entries: _Optional[int] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers", "heartbeat_heard", "fence_replica", "promote", "set_replicas")
+    __slots__ = ("welcome", "create_shard", "model_ready", "apply", "end_trainer", "fail_model", "drop_shard", "prepare", "reject", "admit_trainer", "living_trainers", "heartbeat_heard", "fence_replica", "promote", "set_replicas", "abandon_plan")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CREATE_SHARD_FIELD_NUMBER: _ClassVar[int]
     MODEL_READY_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +517,7 @@ class CoordinatorMessage(_message.Message):
     FENCE_REPLICA_FIELD_NUMBER: _ClassVar[int]
     PROMOTE_FIELD_NUMBER: _ClassVar[int]
     SET_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_PLAN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     create_shard: CreateShard
     model_ready: ModelReady
@@ -494,13 +533,16 @@ class CoordinatorMessage(_message.Message):
     fence_replica: FenceReplica
     promote: Promote
     set_replicas: SetReplicas
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ..., heartbeat_heard: _Optional[_Union[HeartbeatHeard, _Mapping]] = ..., fence_replica: _Optional[_Union[FenceReplica, _Mapping]] = ..., promote: _Optional[_Union[Promote, _Mapping]] = ..., set_replicas: _Optional[_Union[SetReplicas, _Mapping]] = ...) -> None: ...
+    abandon_plan: AbandonPlan
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., create_shard: _Optional[_Union[CreateShard, _Mapping]] = ..., model_ready: _Optional[_Union[ModelReady, _Mapping]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., end_trainer: _Optional[_Union[EndTrainer, _Mapping]] = ..., fail_model: _Optional[_Union[FailModel, _Mapping]] = ..., drop_shard: _Optional[_Union[DropShard, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., admit_trainer: _Optional[_Union[AdmitTrainer, _Mapping]] = ..., living_trainers: _Optional[_Union[LivingTrainers, _Mapping]] = ..., heartbeat_heard: _Optional[_Union[HeartbeatHeard, _Mapping]] = ..., fence_replica: _Optional[_Union[FenceReplica, _Mapping]] = ..., promote: _Optional[_Union[Promote, _Mapping]] = ..., set_replicas: _Optional[_Union[SetReplicas, _Mapping]] = ..., abandon_plan: _Optional[_Union[AbandonPlan, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("lease_s",)
+    __slots__ = ("lease_s", "term")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
-    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+    term: int
+    def __init__(self, lease_s: _Optional[float] = ..., term: _Optional[int] = ...) -> None: ...
 
 class CreateShard(_message.Message):
     __slots__ = ("spec", "epoch", "runs", "round", "version", "shard", "replica")
@@ -627,6 +669,16 @@ class SetReplicas(_message.Message):
     shard: int
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaAddress]
     def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaAddress, _Mapping]]] = ...) -> None: ...
+
+class AbandonPlan(_message.Message):
+    __slots__ = ("model", "epoch", "shard")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    epoch: int
+    shard: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class AdmitTrainer(_message.Message):
     __slots__ = ("trainer_id",)

@@ -135,14 +135,16 @@ class TrainerGone(_message.Message):
     def __init__(self, trainer_id: _Optional[int] = ...) -> None: ...
 
 class Bookkeeping(_message.Message):
-    __slots__ = ("round", "version", "trainers")
+    __slots__ = ("round", "version", "trainers", "decisions")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     round: int
     version: int
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerRecord]
-    def __init__(self, round: _Optional[int] = ..., version: _Optional[int] = ..., trainers: _Optional[_Iterable[_Union[TrainerRecord, _Mapping]]] = ...) -> None: ...
+    decisions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Decision]
+    def __init__(self, round: _Optional[int] = ..., version: _Optional[int] = ..., trainers: _Optional[_Iterable[_Union[TrainerRecord, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[_types_pb2.Decision, _Mapping]]] = ...) -> None: ...
 
 class TrainerRecord(_message.Message):
     __slots__ = ("trainer_id", "last_step", "lowest_unacknowledged", "outcomes")

@@ -123,21 +123,23 @@ class Chunk(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("trainer_id", "rank", "step", "weight", "staleness")
+    __slots__ = ("trainer_id", "rank", "step", "weight", "staleness", "clock")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     trainer_id: int
     rank: int
     step: int
     weight: int
     staleness: int
-    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., weight: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    clock: int
+    def __init__(self, trainer_id: _Optional[int] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., weight: _Optional[int] = ..., staleness: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("round", "contributions", "divisor", "options", "buffers_from", "clip_coefficient", "clip_value", "skip", "error", "grad_norm", "num_nonfinite", "overflow")
+    __slots__ = ("round", "contributions", "divisor", "options", "buffers_from", "clip_coefficient", "clip_value", "skip", "error", "grad_norm", "num_nonfinite", "overflow", "settled")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     DIVISOR_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +152,7 @@ class Decision(_message.Message):
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     NUM_NONFINITE_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
     divisor: int
@@ -162,7 +165,8 @@ class Decision(_message.Message):
     grad_norm: float
     num_nonfinite: int
     overflow: bool
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., divisor: _Optional[int] = ..., options: _Optional[bytes] = ..., buffers_from: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., clip_value: _Optional[float] = ..., skip: _Optional[str] = ..., error: _Optional[str] = ..., grad_norm: _Optional[float] = ..., num_nonfinite: _Optional[int] = ..., overflow: _Optional[bool] = ...) -> None: ...
+    settled: int
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., divisor: _Optional[int] = ..., options: _Optional[bytes] = ..., buffers_from: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., clip_value: _Optional[float] = ..., skip: _Optional[str] = ..., error: _Optional[str] = ..., grad_norm: _Optional[float] = ..., num_nonfinite: _Optional[int] = ..., overflow: _Optional[bool] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class GradientRules(_message.Message):
     __slots__ = ("max_norm", "clip_value", "nonfinite")

@@ -592,9 +592,11 @@ class Coordinator:
         self._keep_model(model)
         if model.states is None:
             give_up = model.rounds.shard_promoted(group.shard, report.round, report.attempt)
+            if give_up:
+                model.rounds.give_up()
             self._tell_rounds(model, group)
             if give_up:
-                self._give_up(model)
+                self._abandon_plan(model)
         self._set_replicas(model, group)
         self._replicate(now_s)
         self._advance(model, now_s)
@@ -608,12 +610,11 @@ class Coordinator:
         for group in model.groups:
             self._tell_rounds(model, group)
         if give_up:
-            self._give_up(model)
+            self._abandon_plan(model)
         self._advance(model, now_s)
 
-    def _give_up(self, model: Model) -> None:
-        """The round that is prepared cannot be: every shard has its commits wait again."""
-        model.rounds.give_up()
+    def _abandon_plan(self, model: Model) -> None:
+        """The round that is prepared cannot be: every shard has its commits wait again, and reports them."""
         for group in model.groups:
             if not group.electing:
                 self._tell(group.primary, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))

@@ -486,7 +486,7 @@ class Coordinator:
         return tuple(
             ShardPlacement(
                 shard=group.shard,
-                epoch=group.epoch,
+                epoch=group.placed_epoch,
                 server=group.primary,
                 address=self._servers.address_of(group.primary),
                 runs=group.runs,

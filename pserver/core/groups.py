@@ -32,7 +32,8 @@ class ShardGroup:
     """A shard's primary and replicas; the replicas by server. Not thread-safe.
 
     Attributes:
-        epoch: of this primary; shards refuse messages of another one.
+        epoch: of this primary, or of the next one while it is lost; shards refuse messages of another one.
+        placed_epoch: of this primary.
         created: whether the primary has said that it has the shard, and is the primary.
         positions: while a primary is lost, how far the logs of the replicas in sync go; None: not known yet.
     """
@@ -41,9 +42,13 @@ class ShardGroup:
     runs: tuple[range, ...]
     epoch: int
     primary: str
+    placed_epoch: int = 0
     created: bool = False
     replicas: dict[str, Replica] = field(default_factory=dict)
     positions: dict[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.placed_epoch = self.placed_epoch or self.epoch
 
     @property
     def members(self) -> list[str]:
@@ -90,7 +95,7 @@ class ShardGroup:
             return None
         winner = max(sorted(known), key=known.__getitem__)
         elected = self.replicas.pop(winner)
-        self.primary = elected.server
+        self.primary, self.placed_epoch = elected.server, self.epoch
         self.positions = {}
         return elected
 

@@ -111,3 +111,4 @@ class _Stream:
         finally:
             call.cancel()
             self._fail(failure)
+            self._outgoing.put_nowait(None)  # gRPC goes on waiting for requests of a call that has broken

@@ -95,6 +95,7 @@ class GrpcChannel:
             raise source.failure or closed from None
         finally:
             made.cancel()
+            source.end()
 
     async def close(self) -> None:
         self._closed = True
@@ -133,9 +134,16 @@ class _Requests:
 
     def __init__(self, requests: AsyncIterable[Sendable]) -> None:
         self._requests = requests
+        self._reader: asyncio.Task[Any] | None = None
         self.failure: Exception | None = None
 
+    def end(self) -> None:
+        """The call is over: gRPC goes on waiting for requests of one that has broken."""
+        if self._reader is not None:
+            self._reader.cancel()
+
     async def __aiter__(self) -> AsyncIterator[Sendable]:
+        self._reader = asyncio.current_task()
         try:
             async for request in self._requests:
                 yield request

@@ -487,8 +487,8 @@ class Coordinator:
             ShardPlacement(
                 shard=group.shard,
                 epoch=group.placed_epoch,
-                server=group.primary,
-                address=self._servers.address_of(group.primary),
+                server=group.placed_on,
+                address=self._servers.address_of(group.placed_on),
                 runs=group.runs,
             )
             for group in model.groups
@@ -572,8 +572,6 @@ class Coordinator:
         elected = group.elect()
         if elected is None:
             return
-        self._last_number += 1
-        model.placement_version = self._last_number
         self._keep_model(model)
         logger.warning(
             "model %s: %s goes on with shard %d, epoch %d", model.spec.name, elected.server, group.shard, group.epoch
@@ -589,6 +587,9 @@ class Coordinator:
         if group.created:
             return
         group.created = True
+        group.place()
+        self._last_number += 1
+        model.placement_version = self._last_number
         self._keep_model(model)
         if model.states is None:
             give_up = model.rounds.shard_promoted(group.shard, report.round, report.attempt)

@@ -33,8 +33,8 @@ class ShardGroup:
 
     Attributes:
         epoch: of this primary, or of the next one while it is lost; shards refuse messages of another one.
-        placed_epoch: of this primary.
         created: whether the primary has said that it has the shard, and is the primary.
+        placed_on, placed_epoch: the last primary that was, for trainers.
         positions: while a primary is lost, how far the logs of the replicas in sync go; None: not known yet.
     """
 
@@ -42,13 +42,19 @@ class ShardGroup:
     runs: tuple[range, ...]
     epoch: int
     primary: str
-    placed_epoch: int = 0
     created: bool = False
+    placed_on: str = ""
+    placed_epoch: int = 0
     replicas: dict[str, Replica] = field(default_factory=dict)
     positions: dict[str, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placed_epoch = self.placed_epoch or self.epoch
+        if not self.placed_on:
+            self.place()
+
+    def place(self) -> None:
+        """The primary is one: trainers may know."""
+        self.placed_on, self.placed_epoch = self.primary, self.epoch
 
     @property
     def members(self) -> list[str]:
@@ -95,7 +101,7 @@ class ShardGroup:
             return None
         winner = max(sorted(known), key=known.__getitem__)
         elected = self.replicas.pop(winner)
-        self.primary, self.placed_epoch = elected.server, self.epoch
+        self.primary = elected.server
         self.positions = {}
         return elected
 

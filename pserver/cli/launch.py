@@ -5,18 +5,21 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from pserver.cli.live import Screen
-from pserver.cli.supervise import Supervisor, describe_exit, failure_summary
+from pserver.cli.supervise import Child, Supervisor, describe_exit, failure_summary
 from pserver.config import ServerSettings
 
 _READY_S = 60.0
 _POLL_TIMEOUT_S = 2.0
 _DRAIN_S = ServerSettings(name="s0").drain_s + 5.0
+#: How often a server that was killed is started again.
+_RESTARTS = 10
 _READY_LINE = re.compile(r"pserver ready name=s0 address=(\S+) ")
 _SERVE = (sys.executable, "-m", "pserver.cli.main", "serve")
 
@@ -39,6 +42,8 @@ class LaunchPlan:
 def launch(plan: LaunchPlan, *, live: bool) -> int:
     """Runs the plan to its end and returns the exit code of the run; nothing that it started is left then.
 
+    A server that a signal ends is started again; what it held goes on if its models have replicas.
+
     0: every trainer has exited with 0. 1: a child has failed, a server has ended by itself, or the time was over, and
     stderr says which. 128 + N: signal N (SIGINT, SIGTERM or SIGHUP) came and everything was stopped.
     """
@@ -51,10 +56,11 @@ class _Launch:
         self._screen = Screen(Console(highlight=False), live=live)
         self._supervisor = Supervisor(self._on_line)
         self._address = ""
+        self._data_dir = ""
 
     def run(self) -> int:
         problem = ""
-        with self._supervisor:
+        with tempfile.TemporaryDirectory(prefix="pserver-") as self._data_dir, self._supervisor:
             finished = False
             try:
                 finished = self._run_trainers()
@@ -74,9 +80,12 @@ class _Launch:
     def _run_trainers(self) -> bool:
         """Starts everything; True when all trainers have ended well."""
         plan, supervisor = self._plan, self._supervisor
-        self._start_server("s0", "--coordinator", "--min-servers", str(plan.servers))
+        coordinator = ("--coordinator", "--min-servers", str(plan.servers), "--data-dir", self._data_dir)
+        child = self._start_server("s0", *coordinator)
         if not supervisor.wait(lambda: bool(self._address), timeout_s=_READY_S):
             return False
+        # All others know it by its address, by which it must be found if it is started again.
+        child.command = self._server_command("s0", *coordinator, "--port", self._address.rpartition(":")[2])
         for index in range(1, plan.servers):
             self._start_server(f"s{index}", "--join", self._address)
         for rank in range(plan.trainers):
@@ -87,11 +96,13 @@ class _Launch:
         self._screen.watch(lambda: fetch_status(self._address, timeout_s=_POLL_TIMEOUT_S))
         return supervisor.wait(supervisor.workers_ended, timeout_s=plan.timeout_s)
 
-    def _start_server(self, name: str, *arguments: str) -> None:
+    def _start_server(self, name: str, *arguments: str) -> Child:
+        command = self._server_command(name, *arguments)
+        return self._supervisor.start(name, command, environ=self._environ({}), service=True, restarts=_RESTARTS)
+
+    def _server_command(self, name: str, *arguments: str) -> list[str]:
         imports = [option for module in self._plan.imports for option in ("--import", module)]
-        self._supervisor.start(
-            name, [*_SERVE, "--name", name, *imports, *arguments], environ=self._environ({}), service=True
-        )
+        return [*_SERVE, "--name", name, *imports, *arguments]
 
     def _start_trainer(self, rank: int) -> None:
         variables = {

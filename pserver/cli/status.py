@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pserver.types import ClusterStatus, ModelStatus
+from pserver.types import ClusterStatus, ModelStatus, ShardStatus
 
 #: Wide enough that no cell wraps where there is no terminal to ask.
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -53,9 +53,18 @@ def status_tables(status: ClusterStatus) -> Iterable[Table]:
     )
     yield text_table(
         "shards",
-        ("model", "server", "size", "round", "version"),
+        ("model", "shard", "primary", "epoch", "size", "round", "version", "replicas"),
         [
-            (m.name, shard.server, bytes_text(shard.num_bytes), str(shard.round), str(shard.version))
+            (
+                m.name,
+                str(shard.shard),
+                f"{shard.server}, lost" if shard.electing else shard.server,
+                str(shard.epoch),
+                bytes_text(shard.num_bytes),
+                str(shard.round),
+                str(shard.version),
+                replicas_text(shard),
+            )
             for m in status.models
             for shard in m.shards
         ],
@@ -96,6 +105,17 @@ def bytes_text(num_bytes: float) -> str:
         if num_bytes < 1000:
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1000:.1f} TB"
+
+
+def replicas_text(shard: ShardStatus) -> str:
+    """For people: "s1, s2: catching up, 3 behind (1 missing)"; "-" if there are to be none."""
+    texts = [
+        f"{each.server}{'' if each.state == 'in sync' else ': ' + each.state}"
+        + (f", {each.lag} behind" if each.lag else "")
+        for each in shard.replicas
+    ]
+    missing = f"({shard.num_missing_replicas} missing)" if shard.num_missing_replicas else ""
+    return " ".join(filter(None, ["; ".join(texts), missing])) or "-"
 
 
 def reported_text(reported: Mapping[str, float]) -> str:

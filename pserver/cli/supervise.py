@@ -50,12 +50,16 @@ _THIS_SCRIPT: Final = (sys.executable, "-I", "-S", __file__)
 class Child:
     """One process of a `Supervisor`.
 
-    `exit_code` is None while it runs and, as in `subprocess`, -N when signal N ended it. `last_lines` are the last
-    `NUM_LAST_LINES` lines that it wrote to stdout or stderr.
+    `command` is what it is started with again, up to `restarts` times, if a signal ends it. `exit_code` is None while it
+    runs and, as in `subprocess`, -N when signal N ended it. `last_lines` are the last `NUM_LAST_LINES` lines that it
+    wrote to stdout or stderr.
     """
 
     name: str
     service: bool
+    command: Sequence[str]
+    environ: Mapping[str, str] | None
+    restarts: int
     process: subprocess.Popen[bytes]
     output: IO[bytes]
     exit_code: int | None = None
@@ -129,9 +133,20 @@ class Supervisor:
         return self._signals[0] if self._signals else None
 
     def start(
-        self, name: str, command: Sequence[str], *, environ: Mapping[str, str] | None = None, service: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        service: bool = False,
+        restarts: int = 0,
     ) -> Child:
-        """Starts one child with stdin closed; `environ` None: it inherits this process's environment."""
+        """Starts one child with stdin closed.
+
+        Args:
+            environ: of the child; None: it inherits this process's environment.
+            restarts: how often it is started again, as `Child.command` says by then, if a signal ends it.
+        """
         # The kernel ties a child's life to the thread that started it; the main thread lives longest.
         process = subprocess.Popen(
             [*_THIS_SCRIPT, "child", str(os.getpid()), *command],
@@ -145,7 +160,15 @@ class Supervisor:
         self._tell_guard(f"+{process.pid}")
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        child = Child(name=name, service=service, process=process, output=process.stdout)
+        child = Child(
+            name=name,
+            service=service,
+            command=command,
+            environ=environ,
+            restarts=restarts,
+            process=process,
+            output=process.stdout,
+        )
         self._selector.register(child.output, selectors.EVENT_READ, child)
         self._children.append(child)
         return child
@@ -209,7 +232,19 @@ class Supervisor:
         self._close_output(child)
         self._tell_guard(f"-{child.process.pid}")
         child.exit_code = child.process.wait()
-        if not self._stopping and (child.service or child.exit_code != 0):
+        if self._stopping or not (child.service or child.exit_code != 0):
+            return
+        if child.exit_code < 0 and child.restarts:
+            self._on_line(child.name, f"{describe_exit(child.exit_code)}; it is started again")
+            self._children.remove(child)
+            self.start(
+                child.name,
+                child.command,
+                environ=child.environ,
+                service=child.service,
+                restarts=child.restarts - 1,
+            )
+        else:
             self._failures.append(child)
 
     def _read(self, child: Child) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from benchmarks import ddp, pushpull, scaling, small
+from benchmarks import ddp, pushpull, replication, scaling, small
 from benchmarks.harness import Benchmark
 
 
@@ -18,4 +18,4 @@ def by_name(*benchmarks: Benchmark) -> Mapping[str, Benchmark]:
     return named
 
 
-BENCHMARKS = by_name(pushpull.BENCHMARK, small.BENCHMARK, ddp.BENCHMARK, scaling.BENCHMARK)
+BENCHMARKS = by_name(pushpull.BENCHMARK, small.BENCHMARK, ddp.BENCHMARK, scaling.BENCHMARK, replication.BENCHMARK)

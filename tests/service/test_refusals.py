@@ -79,7 +79,15 @@ ADDRESSED: dict[str, Requests] = {
         ({"epoch": -1}, StaleEpoch, "-1"),
         ({"fingerprint": 0xABC}, LayoutMismatch, "0000000000000abc"),
     ],
-    ids=["unknown model", "no model", "unknown shard", "negative shard", "later epoch", "negative epoch", "fingerprint"],
+    ids=[
+        "unknown model",
+        "no model",
+        "unknown shard",
+        "negative shard",
+        "later epoch",
+        "negative epoch",
+        "fingerprint",
+    ],
 )
 def test_a_message_for_another_shard_is_refused(
     method: str, replaced: dict[str, Any], error: type[PserverError], names: str, model: WireModel

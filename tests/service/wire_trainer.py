@@ -186,9 +186,9 @@ class WireModel:
     def call(self, method: str, *requests: Any, server: int = 0, timeout_s: float = 5.0) -> list[Any]:
         """One attempt at an RPC of a server's shards."""
         for request in requests:
-            if "shard" in request.DESCRIPTOR.fields_by_name and request.HasField("shard"):
-                if request.shard.shard in range(len(self.placement)):
-                    request.shard.shard = server
+            addressed = "shard" in request.DESCRIPTOR.fields_by_name and request.HasField("shard")
+            if addressed and request.shard.shard in range(len(self.placement)):
+                request.shard.shard = server
         return self.trainer.cluster.call(SHARDS[method], *requests, server=server, timeout_s=timeout_s)
 
     def push(

@@ -936,3 +936,237 @@ def test_no_step_is_ever_settled_twice_and_rounds_have_no_gaps(policy, clipped, 
     for trainer in (10, 11, 12):
         steps = [step for each, step in settled if each == trainer]
         assert steps == sorted(steps)
+
+
+# Shards that are lost, and go on elsewhere
+
+
+def replicated_book(*trainers, **about):
+    """Every round is prepared, since shards may be lost."""
+    return book_of(*trainers, always_prepares=True, **about)
+
+
+def prepare_next(book, *trainers, step, shards=SHARDS, **about):
+    """These trainers commit everywhere, and so the next round is planned; the shards that answer."""
+    for trainer in trainers:
+        commit_everywhere(book, trainer, step, **about)
+    (plan,) = book.advance(0.0)
+    assert isinstance(plan, Plan)
+    for shard in shards:
+        book.prepared(prepared(shard, plan.plan.round, attempt=plan.attempt))
+    return plan
+
+
+def where(book, *trainers):
+    """What a plan changes and giving it up must restore."""
+    about = [
+        (each.settled_step, each.told_round, each.clock, sorted(each.commits))
+        for each in (book._expected[trainer] for trainer in trainers)
+    ]
+    return book.round, book.version, about
+
+
+def test_where_shards_may_be_lost_every_round_is_prepared_before_it_is_decided():
+    book = replicated_book(10, 11)
+    plan = prepare_next(book, 10, 11, step=1)
+    assert (plan.attempt, plan.rules) == (1, GradientRules())
+    assert decide(book) == plan.plan
+    assert (book.round, book.version, book.statistics().num_accepted) == (1, 1, 2)
+
+
+def test_rounds_that_step_nothing_are_prepared_as_well():
+    book = replicated_book(10)
+    plan = prepare_next(book, 10, step=1, samples=0)
+    assert plan.plan.skip
+    assert decide(book) == plan.plan
+    assert book.version == 0
+
+
+def test_attempts_are_never_used_twice():
+    book = replicated_book(10)
+    for step in (1, 2, 3):
+        assert prepare_next(book, 10, step=step).attempt == step
+        decide(book)
+
+
+def test_commits_of_a_lost_shard_must_be_repeated():
+    book = replicated_book(10, 11)
+    commit_everywhere(book, 10, 1)
+    book.shard_lost(1)
+    commit_everywhere(book, 11, 1)
+    assert book.advance(0.0) == []
+    assert book.waiting_for(0.0) == [0]
+    book.shard_promoted(1, 0, 0)
+    book.committed(committed(0, 10, 1), 0.0)
+    assert book.advance(0.0) == []
+    book.committed(committed(1, 10, 1), 0.0)
+    (plan,) = book.advance(0.0)
+    assert members(plan.plan) == [(10, 1), (11, 1)]
+
+
+def test_commits_of_the_shards_that_are_left_need_not_be_repeated():
+    book = replicated_book(10)
+    book.committed(committed(0, 10, 1), 0.0)
+    book.shard_lost(1)
+    book.shard_promoted(1, 0, 0)
+    book.committed(committed(1, 10, 1), 0.0)
+    assert len(book.advance(0.0)) == 1
+
+
+def test_a_plan_that_the_promoted_replica_has_is_completed():
+    book = replicated_book(10, 11)
+    plan = prepare_next(book, 10, 11, step=1, shards=[0])
+    book.shard_lost(1)
+    book.shard_promoted(1, 0, plan.attempt)
+    assert book.advance(0.0) == []
+    assert book.outstanding(0) == []
+    assert book.outstanding(1) == [plan]
+    book.prepared(prepared(1, 1, attempt=plan.attempt))
+    assert decide(book) == plan.plan
+
+
+def test_what_the_lost_shard_had_answered_is_asked_again():
+    """Its answer may have gone with it, but for a replica that has the round."""
+    book = replicated_book(10)
+    plan = prepare_next(book, 10, step=1, shards=[1])
+    book.shard_lost(1)
+    book.prepared(prepared(0, 1, attempt=plan.attempt))
+    assert book.advance(0.0) == []
+    book.shard_promoted(1, 0, plan.attempt)
+    book.prepared(prepared(1, 1, attempt=plan.attempt))
+    assert decide(book) == plan.plan
+
+
+@pytest.mark.parametrize("held", [0, 7], ids=["none", "another attempt"])
+def test_a_plan_that_the_promoted_replica_lacks_is_given_up_and_planned_again_with_the_same_members(held):
+    book = replicated_book(10, 11)
+    prepare_next(book, 10, 11, step=1)
+    decide(book)
+    for trainer in (10, 11):
+        commit_everywhere(book, trainer, 2)
+    before = where(book, 10, 11)
+    (plan,) = book.advance(0.0)
+    book.prepared(prepared(0, 2, attempt=plan.attempt))
+    book.shard_lost(1)
+    assert book.advance(0.0) == []
+    book.shard_promoted(1, 1, held)
+    assert where(book, 10, 11) == before
+    assert book.advance(0.0) == []
+    assert book.waiting_for(0.0) == [0, 1]
+    for trainer in (10, 11):
+        book.committed(committed(1, trainer, 2, base_round=1), 0.0)
+    (again,) = book.advance(0.0)
+    assert again.attempt > plan.attempt
+    assert again.plan == plan.plan
+    for shard in SHARDS:
+        book.prepared(prepared(shard, 2, attempt=plan.attempt))
+    assert book.advance(0.0) == []
+    for shard in SHARDS:
+        book.prepared(prepared(shard, 2, attempt=again.attempt))
+    assert decide(book) == again.plan
+    assert (book.round, book.version, book.statistics().num_accepted) == (2, 2, 4)
+
+
+def test_a_trainer_that_ended_meanwhile_is_not_in_the_plan_that_is_made_again():
+    book = replicated_book(10, 11)
+    prepare_next(book, 10, 11, step=1, shards=[0])
+    book.remove(11)
+    book.shard_lost(1)
+    book.shard_promoted(1, 0, 0)
+    book.committed(committed(1, 10, 1), 0.0)
+    (again,) = book.advance(0.0)
+    assert members(again.plan) == [(10, 1)]
+
+
+def test_a_decided_round_is_told_to_a_promoted_replica_that_has_it_only_prepared():
+    book = replicated_book(10)
+    plan = prepare_next(book, 10, step=1)
+    decision = decide(book)
+    book.applied(0, 1)
+    book.shard_lost(1)
+    book.shard_promoted(1, 0, plan.attempt)
+    assert book.outstanding(1) == [decision]
+    assert book.round == 1
+    book.applied(1, 1)
+    assert book.outstanding(1) == []
+
+
+def test_a_promoted_replica_that_is_behind_is_told_again_what_the_lost_primary_had_applied():
+    """That is said to be applied only when the replicas know of it, so that decisions are kept for them."""
+    book = replicated_book(10)
+    decisions = []
+    for step in (1, 2):
+        prepare_next(book, 10, step=step)
+        decisions.append(decide(book))
+        book.applied(0, step)
+    plan = prepare_next(book, 10, step=3, shards=[])
+    book.shard_lost(1)
+    book.shard_promoted(1, 1, 2)
+    assert book.round == 2  # the third round was given up: this replica cannot have it
+    assert book.outstanding(1) == decisions[1:]
+    book.committed(committed(1, 10, 3, base_round=2), 0.0)
+    (again,) = book.advance(0.0)
+    assert (again.plan.round, again.attempt) == (plan.plan.round, plan.attempt + 1)
+    assert book.outstanding(1) == [*decisions[1:], again]
+
+
+def test_a_shard_that_is_lost_while_nothing_is_under_way_changes_nothing():
+    book = replicated_book(10)
+    prepare_next(book, 10, step=1)
+    decide(book)
+    before = where(book, 10)
+    book.shard_lost(0)
+    book.shard_promoted(0, 1, 0)
+    assert where(book, 10) == before
+    prepare_next(book, 10, step=2)
+    assert members(decide(book)) == [(10, 2)]
+
+
+@pytest.mark.parametrize("policy", [Async(), Ssp(max_lag=1)], ids=repr)
+def test_a_step_that_was_committed_ahead_waits_behind_the_one_that_is_planned_again(policy):
+    book = replicated_book(10, policy=policy)
+    for step in (1, 2):
+        commit_everywhere(book, 10, step)
+    (plan,) = book.advance(0.0)
+    assert members(plan.plan) == [(10, 1)]
+    book.shard_lost(0)
+    book.shard_promoted(0, 0, 0)
+    commit_everywhere(book, 10, 2, shards=[0])
+    commit_everywhere(book, 10, 1, shards=[0])
+    decisions = []
+    while news := book.advance(0.0):
+        decisions += [each for each in news if isinstance(each, Decision)]
+        for plan in [each for each in news if isinstance(each, Plan)]:
+            for shard in SHARDS:
+                book.prepared(prepared(shard, plan.plan.round, attempt=plan.attempt))
+    assert [(each.round, members(each)) for each in decisions] == [(1, [(10, 1)]), (2, [(10, 2)])]
+
+
+def test_a_replica_that_goes_on_with_a_plan_lacks_its_commits_if_that_is_given_up_for_another_shard():
+    """It has their mean only."""
+    book = replicated_book(10)
+    plan = prepare_next(book, 10, step=1)
+    for shard, held in ((0, plan.attempt), (1, 0)):
+        book.shard_lost(shard)
+        book.shard_promoted(shard, 0, held)
+    book.committed(committed(1, 10, 1), 0.0)
+    assert book.advance(0.0) == []
+    book.committed(committed(0, 10, 1), 0.0)
+    (again,) = book.advance(0.0)
+    assert (again.plan, again.attempt) == (plan.plan, plan.attempt + 1)
+
+
+def test_a_refused_step_that_a_promoted_replica_reports_is_refused_again():
+    """It lost the refusal with its primary; the others have it."""
+    book = closed_without()
+    assert book.refusal_of(committed(0, 11, 1)) is None
+    commit_everywhere(book, 11, 1, base_round=0)
+    (refusal,) = book.advance(0.0)
+    assert book.refusal_of(committed(0, 11, 1)) == refusal
+    assert book.refusal_of(committed(0, 11, 2)) is None
+    assert book.refusal_of(committed(0, 10, 1)) is None
+    assert book.refusal_of(committed(0, 99, 1)) is None
+    commit_everywhere(book, 11, 2)
+    commit_everywhere(book, 10, 2)
+    book.advance(0.0)
+    assert book.refusal_of(committed(0, 11, 1)) is None

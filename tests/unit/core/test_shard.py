@@ -582,6 +582,13 @@ def test_the_mean_gradient_is_clipped_by_norm_first_and_then_element_by_element(
     assert torch.equal(user.values()["w"], W - 0.5 * (gradient * 0.5).clamp(-1.5, 1.5))
 
 
+def test_a_limit_that_the_dtype_cannot_hold_limits_nothing(user):
+    gradient = torch.linspace(-8, 8, 24)
+    user.push(2, {"w": gradient}, commit=commit(1, rules=GradientRules(clip_value=1e308)))
+    user.shard.apply(decision(1, (1, 1, 1), clip_value=1e308))
+    assert torch.equal(user.values()["w"], W - 0.5 * gradient)
+
+
 def test_clipping_single_elements_of_complex_parameters_is_refused_before_it_can_fail_a_round():
     user = ShardUser(model_spec(tensors=(tensor_spec("w", 8, dtype=torch.complex64),))).initialised()
     with pytest.raises(InvalidRequest, match="clip_value has no meaning for complex parameters"):

@@ -118,9 +118,8 @@ class Update:
             if decision.clip_coefficient != 1.0:
                 mean = mean * decision.clip_coefficient
             if decision.clip_value is not None:
-                limit = min(
-                    decision.clip_value, torch.finfo(mean.dtype).max
-                )  # torch refuses what the dtype cannot hold
+                # Torch refuses a limit that the dtype cannot hold.
+                limit = min(decision.clip_value, torch.finfo(mean.dtype).max)
                 mean = mean.clamp(-limit, limit)
             if self._keeps_gradients:
                 mean = mean.clone()

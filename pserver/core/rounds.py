@@ -248,7 +248,8 @@ class RoundBook:
 
     def shard_lost(self, shard: int) -> None:
         """A shard's primary is gone, and with it every commit that was in no round; trainers push these again."""
-        for waiting in self._commits():
+        taken = [each.waiting for each in self._preparing.taken] if self._preparing is not None else []
+        for waiting in [*self._commits(), *taken]:
             if shard in waiting.shards:
                 waiting.shards.discard(shard)
                 waiting.offer = None

@@ -118,7 +118,9 @@ class Update:
             if decision.clip_coefficient != 1.0:
                 mean = mean * decision.clip_coefficient
             if decision.clip_value is not None:
-                mean = mean.clamp(-decision.clip_value, decision.clip_value)
+                # Torch refuses a limit that the dtype cannot hold.
+                limit = min(decision.clip_value, torch.finfo(mean.dtype).max)
+                mean = mean.clamp(-limit, limit)
             if self._keeps_gradients:
                 mean = mean.clone()
             with self._store.changing(bucket.index, decision.round):

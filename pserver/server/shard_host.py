@@ -123,6 +123,7 @@ class ShardHost:
             await self._leave(hosted, f"server {self.name}: its lease has ended, and others have its shards")
         for trainer_id in list(self._living):
             await self._end_trainer(trainer_id)
+        self._highest_id = 0  # who lives is heard again, and nobody is refused before that
         return_freed_memory()
 
     def begin_lease(self, lease_s: float, sent_ns: int) -> None:
@@ -227,9 +228,9 @@ class ShardHost:
             UnknownModel, StaleEpoch, ModelFailed, LayoutMismatch
         """
         hosted = self._find(model, shard)
-        await hosted.follow(epoch)
         async with hosted.exclusive() as core:
-            core.check(epoch, fingerprint)
+            core.check(core.epoch, fingerprint)
+        await hosted.follow(epoch)
         return hosted
 
     def _find(self, model: str, shard: int) -> HostedShard:

@@ -250,14 +250,14 @@ class ChangeStaging:
                 f"a chunk of tensor {number} came; the change has {len(self._tensors)}, or other elements"
             )
         tensor, missing = self._tensors[number], self._missing[number]
-        if offset_bytes == 0 and len(data) == missing:
+        if offset_bytes == 0 and len(data) == missing and not tensor.numel():
             self._tensors[number] = tensor_over(memoryview(data), tensor.dtype)
             self._missing[number] = 0
             return
         if offset_bytes == 0 and not tensor.numel():
             tensor = self._tensors[number] = torch.empty(missing // tensor.dtype.itemsize, dtype=tensor.dtype)
         memory = memory_of(tensor)
-        if offset_bytes != len(memory) - missing or len(data) > missing:
+        if not 0 <= offset_bytes == len(memory) - missing or len(data) > missing:
             raise InvalidRequest(f"a chunk from byte {offset_bytes} on does not follow what came of tensor {number}")
         memory[offset_bytes : offset_bytes + len(data)] = data
         self._missing[number] -= len(data)

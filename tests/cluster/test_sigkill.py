@@ -194,8 +194,8 @@ def contexts_of(servers: GrpcCluster, name: str) -> list[int]:
     return [max(0, each) for each in servers.num_contexts(name)]
 
 
-def mailboxes_of(node: ServerNode, name: str) -> int:
-    memory = node.shards._shards[name].memory
+def mailboxes_of(node: ServerNode, shard: int, name: str) -> int:
+    memory = node.shards._shards[name, shard].memory
     assert memory is not None
     return len(memory._mailboxes)
 
@@ -210,7 +210,7 @@ def outcome(servers: GrpcCluster, name: str, survivors: list[Survivor], newcomer
     )
     return Outcome(
         contexts_after=contexts_of(servers, name),
-        mailboxes_after=[mailboxes_of(node, name) for node in servers.nodes],
+        mailboxes_after=[mailboxes_of(node, number, name) for number, node in enumerate(servers.nodes)],
         results=[each.results for each in survivors],
         values=[each.weight.detach().clone() for each in (*survivors, reader)],
         round=round_number,

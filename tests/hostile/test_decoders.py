@@ -27,7 +27,16 @@ from pserver.errors import InternalError, PserverError
 from pserver.transport import convert
 from pserver.transport.gen import shards_pb2, types_pb2
 from pserver.transport.methods import COORDINATOR, SHARDS, decode
-from pserver.types import ClusterStatus, ModelStatus, PushId, ServerStatus, ShardStatus, StepResult, TrainerStatus
+from pserver.types import (
+    ClusterStatus,
+    ModelStatus,
+    PushId,
+    ReplicaStatus,
+    ServerStatus,
+    ShardStatus,
+    StepResult,
+    TrainerStatus,
+)
 from pserver.wire.layout import TensorSpec, build_layout, first_difference
 from pserver.wire.tensors import dtype_of_code, from_bytes
 from pserver.wire.values import pack_value, unpack_value
@@ -174,10 +183,25 @@ DECISION = core.Decision(
     clip_value=0.5,
     grad_norm=2.0,
 )
+PLAN = core.Plan(plan=DECISION, attempt=4, rules=COMMIT.rules)
+REFUSAL = core.Refusal(trainer_id=1, step=2, round=3, staleness=1, reason="late", error="")
+REPLICA = core.ReplicaAddress(number=1 << 40, server="s1", address="h:2")
+PLACEMENT = core.ShardPlacement(shard=1, epoch=3, server="s0", address="h:1", runs=(range(2), range(3, 5)))
 RESULT = StepResult(
     round=4, accepted=True, stepped=True, overflow=False, reason="", error="", num_trainers=2, staleness=0,
     grad_norm=1.0, num_nonfinite=0, options=OPTIONS,
 )  # fmt: skip
+SHARD_STATUS = ShardStatus(
+    shard=0,
+    server="s0",
+    epoch=3,
+    num_bytes=1 << 40,
+    round=9,
+    version=8,
+    replicas=(ReplicaStatus(server="s1", state="in sync", lag=3),),
+    num_missing_replicas=1,
+    electing=True,
+)
 STATUS = ClusterStatus(
     servers=(ServerStatus(name="s0", address="a:1", alive=True, silent_s=0.25),),
     models=(
@@ -185,7 +209,7 @@ STATUS = ClusterStatus(
             name="m", state="ready", failure="", sync_policy="bsp()", optimizer="SGD", round=9,
             waiting_for_ranks=(0, 2), missing_trainers=1, num_accepted=3, num_rejected=1, num_skipped=0,
             staleness={0: 2, 1: 1},
-            shards=(ShardStatus(server="s0", num_bytes=1 << 40, round=9, version=8),),
+            shards=(SHARD_STATUS,),
         ),
     ),
     trainers=(
@@ -200,32 +224,49 @@ STATE = types_pb2.StateChunk(
 )
 PLAIN_STATE = types_pb2.StateChunk(bucket=0, tensor=0, key="step", plain=pack_value(3.0))
 COMMANDS = (
-    core.CreateShard(spec=SPEC, epoch=3, runs=(range(2, 9),), round=2, version=1),
-    core.ModelReady(model="m", epoch=3, initialiser=1 << 41),
-    core.Apply(model="m", epoch=3, decision=DECISION),
-    core.Prepare(model="m", epoch=3, plan=DECISION, look_for_nonfinite=True),
-    core.Reject(model="m", epoch=3, trainer_id=1, step=2, round=3, staleness=1, reason="late", error=""),
+    core.CreateShard(spec=SPEC, shard=1, epoch=3, runs=(range(2, 9),), round=2, version=1),
+    core.ModelReady(model="m", shard=1, epoch=3, initialiser=1 << 41),
+    core.Apply(model="m", shard=1, epoch=3, decision=DECISION),
+    core.Prepare(model="m", shard=1, epoch=3, plan=PLAN),
+    core.Reject(model="m", shard=1, epoch=3, refusal=REFUSAL),
     core.LivingTrainers(trainer_ids=(1, 2)),
-    core.DropShard(model="m", epoch=3),
+    core.DropShard(model="m", shard=1, epoch=3),
+    core.FenceReplica(model="m", shard=1, epoch=4),
+    core.Promote(model="m", shard=1, epoch=4, replicas=(REPLICA,)),
+    core.SetReplicas(model="m", shard=1, epoch=4, replicas=(REPLICA, REPLICA)),
 )
 REPORTS = (
-    core.ShardCreated(model="m", epoch=3),
-    core.Committed(model="m", epoch=3, trainer_id=1 << 50, commit=COMMIT),
+    core.ShardCreated(model="m", shard=1, epoch=3),
+    core.Committed(model="m", shard=1, epoch=3, trainer_id=1 << 50, commit=COMMIT),
     core.Prepared(
-        model="m", epoch=3, round=2, squares=(1.0, 2.0), nonfinite=(NonFinite(trainer_id=1, tensor=0, count=2),)
+        model="m",
+        shard=1,
+        epoch=3,
+        round=2,
+        attempt=4,
+        squares=(1.0, 2.0),
+        nonfinite=(NonFinite(trainer_id=1, tensor=0, count=2),),
     ),
-    core.Applied(model="m", epoch=3, round=1 << 40, version=6),
-    core.ShardFailed(model="m", epoch=3, failure="no memory"),
+    core.Applied(model="m", shard=1, epoch=3, round=1 << 40, version=6),
+    core.ShardFailed(model="m", shard=1, epoch=3, failure="no memory"),
+    core.ReplicaFenced(model="m", shard=1, epoch=3, position=1 << 40),
+    core.ShardPromoted(model="m", shard=1, epoch=3, round=1 << 40, version=6, attempt=4),
+    core.ReplicaCaughtUp(model="m", shard=1, epoch=3, number=1 << 40),
+    core.ReplicaFailed(model="m", shard=1, epoch=3, number=5, failure="no memory"),
+    core.ReplicaLag(model="m", shard=1, epoch=3, number=5, num_entries=1 << 40),
 )
 
-#: For each decoder of messages, valid ones. Placements come as a list of messages, of which one is spoiled.
+#: Decoders of lists of messages, of which one is spoiled.
+LISTS = ("placement_from_proto", "nonfinite_from_proto")
+#: For each decoder of messages, valid ones.
 DECODERS: dict[str, list[Message]] = {
     "push_id_from_proto": [convert.push_id_to_proto(PushId(1 << 50, 7, 5))],
     "spec_from_proto": [convert.spec_to_proto(SPEC)],
-    "placement_from_proto": [
-        *convert.placement_to_proto([core.ShardPlacement(server="s0", address="h:1", runs=(range(2), range(3, 5)))])
-    ],
+    "placement_from_proto": [*convert.placement_to_proto([PLACEMENT])],
     "commit_from_proto": [convert.commit_to_proto(COMMIT)],
+    "decision_from_proto": [convert.decision_to_proto(DECISION)],
+    "plan_from_proto": [convert.plan_to_proto(PLAN)],
+    "nonfinite_from_proto": [*convert.nonfinite_to_proto([NonFinite(trainer_id=1, tensor=0, count=2)])],
     "outcome_from_proto": [convert.outcome_to_proto(RESULT)],
     "state_chunk_from_proto": [STATE, PLAIN_STATE],
     "command_from_proto": [convert.command_to_proto(each) for each in COMMANDS],
@@ -241,7 +282,7 @@ def test_every_decoder_of_messages_is_tried_here() -> None:
 
 def _decode(name: str, message: Message) -> object:
     decoder = getattr(convert, name)
-    return decoder([message] if name == "placement_from_proto" else message)
+    return decoder([message] if name in LISTS else message)
 
 
 def _spoil_and_decode(name: str, seed: int, times: int) -> None:

@@ -337,11 +337,21 @@ def test_a_server_that_cannot_be_one_is_not_linked(
 def test_what_a_stranger_reports_about_a_model_changes_nothing(own_world: World) -> None:
     """It linked well, but no shard was ever given to it."""
     world = own_world
-    about = {"model": "victim", "epoch": world.victim_model.epoch}
+    about = {"model": "victim", "shard": 0, "epoch": world.victim_model.epoch}
     failed = coordinator_pb2.ServerMessage(shard_failed=coordinator_pb2.ShardFailed(**about, failure="a lie"))
     applied = coordinator_pb2.ServerMessage(applied=coordinator_pb2.Applied(**about, round=HUGE, version=HUGE))
-    replies = world.call("Link", hello(), failed, applied)
-    assert [reply.WhichOneof("kind") for reply in replies][2:] == ["drop_shard", "drop_shard"]
+    of_replicas = [
+        coordinator_pb2.ServerMessage(**each)
+        for each in (
+            {"replica_fenced": coordinator_pb2.ReplicaFenced(**about, position=HUGE)},
+            {"shard_promoted": coordinator_pb2.ShardPromoted(**about, round=HUGE, version=HUGE, attempt=HUGE)},
+            {"replica_caught_up": coordinator_pb2.ReplicaCaughtUp(**about, number=1)},
+            {"replica_failed": coordinator_pb2.ReplicaFailed(**about, number=1, failure="a lie")},
+            {"replica_lag": coordinator_pb2.ReplicaLag(**about, number=1, num_entries=HUGE)},
+        )
+    ]
+    replies = world.call("Link", hello(), failed, applied, *of_replicas)
+    assert [reply.WhichOneof("kind") for reply in replies][2:] == ["drop_shard"] * 7
     (status,) = world.status().models
     assert (status.state, status.round) == ("ready", 1)
 
@@ -378,7 +388,7 @@ every_stream = pytest.mark.parametrize("name", STREAMS)
 
 
 def test_every_rpc_that_streams_requests_is_tried_here() -> None:
-    assert {name for name, method in METHODS.items() if method.client_streaming} == {*STREAMS, "Link"}
+    assert {name for name, method in METHODS.items() if method.client_streaming} == {*STREAMS, "Link", "Follow"}
 
 
 @every_stream
@@ -386,7 +396,7 @@ def test_a_stream_that_goes_silent_is_ended(
     name: str, world: World, victims: WireModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(methods, "MAX_PAUSE_S", 0.2)
-    for call in (world.hold(name), world.hold(name, STREAMS[name](victims)), world.hold("Link")):
+    for call in (world.hold(name), world.hold(name, STREAMS[name](victims)), world.hold("Link"), world.hold("Follow")):
         error = call.outcome().error
         assert isinstance(error, DeadlineExceeded), error
         assert "no message came" in str(error)
@@ -475,6 +485,7 @@ def test_waits_without_end_are_refused(wait_s: float, world: World, victims: Wir
         "Step": [*victims.step_requests({}, wait_s=wait_s)],
         "StepOnce": [victims.push_request({}, wait_s=wait_s, commit=victims.commit())],
         "RegisterModel": [victims.trainer.register_request(model_spec("m"), wait_s=wait_s)],
+        "Watch": [coordinator_pb2.WatchRequest(model="victim", wait_s=wait_s)],
     }
     waiting = {name for name, each in METHODS.items() if "wait_s" in each.request_type.DESCRIPTOR.fields_by_name}
     assert waiting == requests.keys()
@@ -780,6 +791,8 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: An
         model_spec("m", bucket_bytes=-64),
         model_spec("m", bucket_bytes=HUGE),
         model_spec("m", world_size=-1),
+        model_spec("m", replicas=-1),
+        model_spec("m", replicas=(1 << 31) - 1),
         model_spec("m", world_size=(1 << 31) - 1),
         model_spec("m", sync_policy_arguments={"deadline": math.nan}),
         model_spec("m", sync_policy_arguments={"deadline": "soon"}),
@@ -821,6 +834,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "its arguments": ({"sync_policy_arguments": {"backup_workers": 1}}, "sync_policy_arguments: expected {}, got"),
     "the world": ({"world_size": 2}, "world_size: expected 1, got 2"),
     "the buffers": ({"buffers": "mean"}, "buffers: expected lowest, got mean"),
+    "the replicas": ({"replicas": 1}, "replicas: expected 0, got 1"),
 }
 
 
@@ -840,6 +854,8 @@ def test_messages_for_another_layout_or_epoch_or_model_are_refused(world: World,
         ({"epoch": -(1 << 63)}, StaleEpoch),
         ({"epoch": HUGE}, StaleEpoch),
         ({"model": "none"}, UnknownModel),
+        ({"shard": 1}, UnknownModel),
+        ({"shard": -(1 << 31)}, UnknownModel),
     ):
         address = victims.address(**replaced)
         for name, *requests in (

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +13,27 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pserver.core import messages as core
+from pserver.core.changes import (
+    Bookkeeping,
+    BucketHeld,
+    Change,
+    Checksum,
+    ContextDropped,
+    ContextHeld,
+    GradientsPushed,
+    RoundApplied,
+    RoundPrepared,
+    StepRefused,
+    TrainerGone,
+    TrainerRecord,
+)
+from pserver.core.rules import NO_RULES
 from pserver.errors import InvalidRequest
-from pserver.transport.gen import coordinator_pb2, shards_pb2, types_pb2
-from pserver.transport.methods import COORDINATOR, ENDLESS, SHARDS, Method
-from pserver.types import PROTOCOL_VERSION
+from pserver.transport.changes import change_messages
+from pserver.transport.gen import coordinator_pb2, replicas_pb2, shards_pb2, types_pb2
+from pserver.transport.methods import COORDINATOR, ENDLESS, REPLICAS, SHARDS, Method, Sendable, encode
+from pserver.types import PROTOCOL_VERSION, PushId
 from tests.hostile.mutations import spoiled
 from tests.hostile.world import (
     CALL_TIMEOUT_S,
@@ -31,6 +48,7 @@ from tests.hostile.world import (
     num_staged,
     tensor,
 )
+from tests.results import step_result
 from tests.waiting import until
 
 #: Spoiled calls of one example.
@@ -52,6 +70,7 @@ class Attacker:
         self.raw = self.trainer.register(model_spec(f"raw {number}", optimizer_groups=(MOMENTUM,)))
         victim = world.victim_model
         self.victim = WireModel(self.trainer, victim.spec, victim.epoch)
+        self.copy = WireModel(self.trainer, model_spec(f"copy {number}", replicas=1), 0)
 
     def some_model(self, random: Random) -> WireModel:
         return random.choice((self.ready, self.raw, self.victim))
@@ -97,23 +116,91 @@ def status(attacker: Attacker, random: Random) -> list[Message]:
 
 def link(attacker: Attacker, random: Random) -> list[Message]:
     """Reports of a server that owns no shard, about the victim's model and trainer."""
-    about = {"model": "victim", "epoch": attacker.victim.epoch}
+    about = {"model": "victim", "shard": random.choice((0, 0, 1)), "epoch": attacker.victim.epoch}
     trainer_id = random.choice((attacker.trainer.trainer_id, attacker.world.victim.trainer_id))
     hello = coordinator_pb2.Hello(name="evil", address="127.0.0.1:1", incarnation=5, protocol=PROTOCOL_VERSION)
     commit = attacker.victim.commit(step=1 << 40)
-    nonfinite = [coordinator_pb2.NonFinite(trainer_id=trainer_id, tensor=99, count=-1)]
+    nonfinite = [types_pb2.NonFinite(trainer_id=trainer_id, tensor=99, count=-1)]
     reports: list[Any] = [
         {"heartbeat": coordinator_pb2.Heartbeat()},
         {"shard_created": coordinator_pb2.ShardCreated(**about)},
         {"shard_initialised": coordinator_pb2.ShardInitialised(**about, trainer_id=trainer_id)},
         {"committed": coordinator_pb2.Committed(**about, trainer_id=trainer_id, commit=commit)},
-        {"prepared": coordinator_pb2.Prepared(**about, round=1, squares=[1.0], nonfinite=nonfinite)},
+        {"prepared": coordinator_pb2.Prepared(**about, round=1, attempt=1, squares=[1.0], nonfinite=nonfinite)},
         {"applied": coordinator_pb2.Applied(**about, round=1 << 40, version=1 << 40)},
         {"shard_failed": coordinator_pb2.ShardFailed(**about, failure="it is a lie")},
+        {"replica_fenced": coordinator_pb2.ReplicaFenced(**about, position=1 << 40)},
+        {"shard_promoted": coordinator_pb2.ShardPromoted(**about, round=1 << 40, version=1 << 40, attempt=1)},
+        {"replica_caught_up": coordinator_pb2.ReplicaCaughtUp(**about, number=random.choice((1, -1)))},
+        {"replica_failed": coordinator_pb2.ReplicaFailed(**about, number=random.choice((1, -1)), failure="a lie")},
+        {"replica_lag": coordinator_pb2.ReplicaLag(**about, number=random.choice((1, -1)), num_entries=-1)},
     ]
     random.shuffle(reports)
     messages = [{"hello": hello}, *reports[: random.randrange(len(reports) + 1)]]
     return [coordinator_pb2.ServerMessage(**each) for each in messages]
+
+
+def watch(attacker: Attacker, random: Random) -> list[Message]:
+    model = random.choice((attacker.ready, attacker.raw, attacker.victim)).spec.name
+    return [coordinator_pb2.WatchRequest(model=model, version=random.choice((0, 1, -1, 1 << 40)), wait_s=WAIT_S)]
+
+
+def _what_primaries_say(attacker: Attacker, random: Random) -> Iterator[Message]:
+    """The state of the attacker's copy, and what happens then: a push, a round, a refusal, the end of a trainer."""
+    buckets = attacker.copy.layout.buckets
+    gradients = {bucket.index: torch.ones(bucket.num_elements) for bucket in buckets}
+    ids = [PushId(attacker.trainer.trainer_id, sequence, 1) for sequence in (1, 2, 3)]
+    contribution = core.Contribution(trainer_id=ids[0].trainer_id, rank=0, step=1, weight=1)
+    decision = core.Decision(round=1, contributions=(contribution,), divisor=1, options=({"lr": 1.0},))
+    plan = core.Plan(plan=decision, attempt=1, rules=NO_RULES)
+    report = core.Prepared(model="", shard=0, epoch=0, round=1, attempt=1, squares=(), nonfinite=())
+    record = TrainerRecord(trainer_id=1, last_step=0, lowest_unacknowledged=1, outcomes={1: None})
+    refused = step_result(1, accepted=False, stepped=False, reason="late")
+    state: list[Change] = [
+        Bookkeeping(round=0, version=0, trainers=[record]),
+        ContextHeld(trainer_id=1, context_id=9, gradients=gradients, absent=frozenset()),
+        *(
+            BucketHeld(bucket=each.index, round=0, master=gradients[each.index], state=(), last=each is buckets[-1])
+            for each in buckets
+        ),
+    ]
+    happened: list[Change] = [
+        GradientsPushed(push_id=ids[0], context_id=1, gradients=gradients, absent=frozenset()),
+        RoundPrepared(
+            plan=plan,
+            report=report,
+            means=gradients,
+            buffers={},
+            absent=frozenset(),
+            push_ids=[ids[1]],
+            context_ids=[1],
+        ),
+        RoundApplied(decision=decision, version=1, checksum=random.choice((None, Checksum(bucket=0, value=7)))),
+        StepRefused(push_id=ids[2], context_id=2, step=2, result=refused),
+        ContextDropped(push_id=ids[2], context_id=3),
+        TrainerGone(trainer_id=ids[0].trainer_id),
+    ]
+    if random.random() < 0.3:
+        random.shuffle(happened)
+    for part in state if random.random() < 0.9 else ():
+        yield from map(_message, change_messages(part))
+    for index, change in enumerate(happened, start=1):
+        yield from map(_message, change_messages(change, index=index))
+
+
+def _message(sent: Sendable) -> Message:
+    return replicas_pb2.FollowRequest.FromString(encode(sent))
+
+
+def follow(attacker: Attacker, random: Random) -> list[Message]:
+    """A stranger says to be a primary: to a server that keeps a copy, or to the victim's primary."""
+    attacker.copy.epoch = attacker.world.copy(attacker.copy.spec)
+    model = random.choice((attacker.copy, attacker.copy, attacker.copy, attacker.victim))
+    segment = random.choice(("", "", "", "/", "../../etc/passwd", attacker.world.memory_segment()))
+    hello = replicas_pb2.FollowRequest(
+        shard=model.address(), segment=segment, nonce=random.choice((b"", attacker.world.nonce()))
+    )
+    return [hello, *_what_primaries_say(attacker, random)]
 
 
 def initialise(attacker: Attacker, random: Random) -> list[Message]:
@@ -196,6 +283,8 @@ CASES: dict[str, Case] = {
     "RegisterModel": register_model,
     "Attach": attach,
     "DropModel": drop_model,
+    "Watch": watch,
+    "Follow": follow,
     "Status": status,
     "Link": link,
     "Initialise": initialise,
@@ -210,8 +299,28 @@ CASES: dict[str, Case] = {
 
 
 def test_every_rpc_has_a_case_here() -> None:
-    assert CASES.keys() == COORDINATOR.keys() | SHARDS.keys()
-    assert not COORDINATOR.keys() & SHARDS.keys()
+    assert CASES.keys() == COORDINATOR.keys() | SHARDS.keys() | REPLICAS.keys()
+    assert len(CASES) == len(COORDINATOR) + len(SHARDS) + len(REPLICAS)
+
+
+class Usual(Random):
+    """Chooses what comes first, and never what is rare."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+    def random(self) -> float:
+        return 0.5
+
+
+def test_a_copy_takes_what_its_primary_says(world: World) -> None:
+    """Else the spoiled streams would not come far."""
+    attacker = Attacker(world, 0)
+    hello, *said = follow(attacker, Usual())
+    first, *others = world.call("Follow", hello, *said)
+    assert first.position == -1
+    assert [each.num_parts for each in others[:4]] == [1, 2, 3, 4]
+    assert [each.acknowledged for each in others[4:]] == [1, 2, 3, 4, 5, 6]
 
 
 def _parsed(method: Method, payload: bytes) -> Any:
@@ -246,7 +355,9 @@ def attack(world: World, name: str, random: Random, calls: int) -> None:
             continue
         waits = _longest_wait_s(method, payloads) > 10 * WAIT_S
         outcome = world.send(method, payloads, 10 * WAIT_S if waits else CALL_TIMEOUT_S)
-        check_clean(outcome, may_wait=waits, may_break=name in ENDLESS and world.transport == "grpc")
+        # A replica fails if it cannot do what its primary says to have done.
+        may_break, may_fail = name in ENDLESS and world.transport == "grpc", name == "Follow"
+        check_clean(outcome, may_wait=waits, may_break=may_break, may_fail=may_fail)
 
 
 def _attack_and_check(world: World, name: str, seed: int) -> None:

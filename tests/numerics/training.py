@@ -264,7 +264,7 @@ def model_status(cluster: Cluster, name: str) -> ModelStatus:
 
 def contexts_held(cluster: LocalCluster, name: str) -> list[int]:
     """How many contexts the shards of a model hold, by server."""
-    return [node.shards._shards[name]._shard.num_contexts for node in cluster.nodes]
+    return [node.shards._shards[name, number]._shard.num_contexts for number, node in enumerate(cluster.nodes)]
 
 
 def in_parallel(*calls: Callable[[], T]) -> list[T]:

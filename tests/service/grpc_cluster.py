@@ -146,5 +146,5 @@ class GrpcCluster:
 
     def num_contexts(self, name: str) -> list[int]:
         """Contexts that the shards of a model hold, by server; -1 where there is no shard."""
-        hosts = [node.shards._shards.get(name) for node in self.nodes]
+        hosts = [node.shards._shards.get((name, number)) for number, node in enumerate(self.nodes)]
         return [-1 if hosted is None else hosted._shard.num_contexts for hosted in hosts]

@@ -131,7 +131,7 @@ def bytes_when_still(counted: Any) -> int:
 @contextmanager
 def held(cluster: GrpcCluster, name: str) -> Iterator[HostedShard]:
     """Nobody gets the shard in this block, as if it were being worked on."""
-    hosted = cluster.nodes[0].shards._shards[name]
+    hosted = cluster.nodes[0].shards._shards[name, 0]
 
     async def acquire() -> None:
         await hosted._lock.acquire()
@@ -216,7 +216,7 @@ def test_a_server_waits_for_a_trainer_that_reads_nothing(
             step = threads.submit(model.step)
             until(lambda: hold.holding, "the trainer stops", limit_s=LIMIT_S)
             assert bytes_when_still(lambda: read_bytes) < BOUND_BYTES
-            cluster.loop.run(nothing_with(cluster.nodes[0].shards._shards["slow"]))
+            cluster.loop.run(nothing_with(cluster.nodes[0].shards._shards["slow", 0]))
             assert not step.done()
         finally:
             slow.run(hold.end())

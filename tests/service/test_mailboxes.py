@@ -43,7 +43,7 @@ def model(trainer: WireTrainer, name: str) -> WireModel:
 
 
 def hosted(cluster: GrpcCluster, name: str, server: int = 0) -> HostedShard:
-    return cluster.nodes[server].shards._shards[name]
+    return cluster.nodes[server].shards._shards[name, server]
 
 
 def mailboxes(cluster: GrpcCluster, name: str, server: int = 0) -> list[int]:

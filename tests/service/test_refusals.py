@@ -73,11 +73,21 @@ ADDRESSED: dict[str, Requests] = {
     [
         ({"model": "no such model"}, UnknownModel, "no such model"),
         ({"model": ""}, UnknownModel, "''"),
+        ({"shard": 2}, UnknownModel, "does not hold shard 2"),
+        ({"shard": -1}, UnknownModel, "does not hold shard -1"),
         ({"epoch": 1 << 40}, StaleEpoch, "1099511627776"),
         ({"epoch": -1}, StaleEpoch, "-1"),
         ({"fingerprint": 0xABC}, LayoutMismatch, "0000000000000abc"),
     ],
-    ids=["unknown model", "no model", "later epoch", "negative epoch", "fingerprint"],
+    ids=[
+        "unknown model",
+        "no model",
+        "unknown shard",
+        "negative shard",
+        "later epoch",
+        "negative epoch",
+        "fingerprint",
+    ],
 )
 def test_a_message_for_another_shard_is_refused(
     method: str, replaced: dict[str, Any], error: type[PserverError], names: str, model: WireModel

@@ -14,7 +14,7 @@ from pserver.errors import StalePush, TrainerEnded
 from pserver.transport.convert import spec_to_proto
 from pserver.transport.faults import Fault, FaultKind, FaultPlan
 from pserver.transport.gen import coordinator_pb2
-from pserver.transport.methods import COORDINATOR, SHARDS, Method
+from pserver.transport.methods import COORDINATOR, REPLICAS, SHARDS, Method
 from tests.numerics.training import (
     BUCKET_BYTES,
     assert_same_bits,
@@ -33,15 +33,16 @@ from tests.waiting import set_timeout, until, until_shards
 STEPPING = ("Step", "StepOnce")
 MUTATING = ("Join", "RegisterModel", "Initialise", "Attach", *STEPPING, "DropContext", "DropModel", "Leave")
 #: Read-only, or such that a later message says all that an earlier one said: a lease renewed twice is renewed, memory
-#: opened twice is open, and commands and reports of a link are told again after every break.
-NOT_MUTATING = ("Status", "Pull", "PullState", "Renew", "Link", "FindMemory", "OpenMemory")
+#: opened twice is open, commands and reports of a link are told again after every break, and what a replica has by
+#: its number in the log it does not do again.
+NOT_MUTATING = ("Status", "Watch", "Pull", "PullState", "Renew", "Link", "Follow", "FindMemory", "OpenMemory")
 
 ROUNDS = 2
 
 
 def test_every_rpc_is_known_to_mutate_or_not() -> None:
     """A new one must be listed here; if it mutates, the tests below repeat it."""
-    assert sorted([*MUTATING, *NOT_MUTATING]) == sorted([*COORDINATOR, *SHARDS])
+    assert sorted([*MUTATING, *NOT_MUTATING]) == sorted([*COORDINATOR, *SHARDS, *REPLICAS])
 
 
 @pytest.mark.parametrize("method", MUTATING)
@@ -51,7 +52,7 @@ def test_every_mutating_rpc_carries_what_makes_a_repeat_known(method: str) -> No
 
 
 def _method(name: str) -> Method:
-    return (COORDINATOR | SHARDS)[name]
+    return (COORDINATOR | SHARDS | REPLICAS)[name]
 
 
 # A whole run, disturbed

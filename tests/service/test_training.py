@@ -24,7 +24,7 @@ from tests.service.grpc_cluster import GrpcCluster
 from tests.waiting import until, until_shards
 
 CALLS = "pserver.v1.Calls"
-SERVICES = ["pserver.v1.Coordinator", "pserver.v1.Shards"]
+SERVICES = ["pserver.v1.Coordinator", "pserver.v1.Shards", "pserver.v1.Replicas"]
 
 
 @pytest.mark.parametrize("way", WAYS)

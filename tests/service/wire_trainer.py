@@ -95,14 +95,17 @@ class WireTrainer:
         model = WireModel(self, name, reply)
         if reply.initialise:
             for server in range(len(model.placement)):
-                self.cluster.call(SHARDS["Initialise"], *model.initialise_requests(server, value), server=server)
+                model.call("Initialise", *model.initialise_requests(server, value), server=server)
             self.register(spec(name, world_size=world_size), initialised=True)
         model.round = self.attach(name, reply.epoch).round
         return model
 
 
 class WireModel:
-    """A registered model of `spec`; each of two servers owns one bucket. `round` is the last one it knows of."""
+    """A registered model of `spec`; each of two servers owns one bucket, as the shard of its own number.
+
+    `round` is the last one it knows of.
+    """
 
     def __init__(self, trainer: WireTrainer, name: str, reply: coordinator_pb2.RegisterModelReply) -> None:
         self.trainer = trainer
@@ -120,7 +123,7 @@ class WireModel:
         return theirs
 
     def address(self, **replaced: Any) -> shards_pb2.ShardAddress:
-        """Whom messages are for."""
+        """Whom messages are for; `call` says which shard, since that is the server's number."""
         fields = {"model": self.name, "epoch": self.epoch, "fingerprint": self.layout.fingerprint}
         return shards_pb2.ShardAddress(**{**fields, **replaced})
 
@@ -182,6 +185,10 @@ class WireModel:
 
     def call(self, method: str, *requests: Any, server: int = 0, timeout_s: float = 5.0) -> list[Any]:
         """One attempt at an RPC of a server's shards."""
+        for request in requests:
+            addressed = "shard" in request.DESCRIPTOR.fields_by_name and request.HasField("shard")
+            if addressed and request.shard.shard in range(len(self.placement)):
+                request.shard.shard = server
         return self.trainer.cluster.call(SHARDS[method], *requests, server=server, timeout_s=timeout_s)
 
     def push(

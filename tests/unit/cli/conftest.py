@@ -10,7 +10,17 @@ MakeStatus = Callable[..., ClusterStatus]
 def _make_status(
     *, round: int = 240, sent_bytes: int = 0, reported: tuple[Mapping[str, float], ...] = ({"loss": 0.25},)
 ) -> ClusterStatus:
-    shard = ShardStatus(server="s0", num_bytes=1_500_000, round=round, version=round)
+    shard = ShardStatus(
+        shard=0,
+        server="s0",
+        epoch=1,
+        num_bytes=1_500_000,
+        round=round,
+        version=round,
+        replicas=(),
+        num_missing_replicas=0,
+        electing=False,
+    )
     model = ModelStatus(
         name="mnist",
         state="ready",

@@ -29,6 +29,7 @@ def replica_of(tensors: Sequence[torch.Tensor], groups: Sequence[int] | None = N
         bucket_bytes=0,
         compress=NoCompression(),
         pull_dtype=None,
+        replicas=0,
     )
     return Replica(description, world_size=1)
 

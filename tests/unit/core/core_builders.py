@@ -33,6 +33,7 @@ def model_spec(
     buffers: str = "lowest",
     codec: str = "none",
     codec_arguments: Mapping[str, object] | None = None,
+    replicas: int = 0,
 ) -> ModelSpec:
     return ModelSpec(
         name=name,
@@ -46,6 +47,7 @@ def model_spec(
         buffers=buffers,
         codec=codec,
         codec_arguments=codec_arguments or {},
+        replicas=replicas,
     )
 
 
@@ -98,6 +100,8 @@ class ShardUser:
     Args:
         runs: of buckets that the shard owns; None: all.
         round, version: of the placement that the shard replaces.
+        number: of the shard in its model.
+        replica: whether it is a copy, which hears all from its primary.
     """
 
     def __init__(
@@ -108,10 +112,14 @@ class ShardUser:
         runs: Iterable[range] | None = None,
         round: int = 0,
         version: int = 0,
+        number: int = 0,
+        replica: bool = False,
     ) -> None:
         self.layout = spec.layout()
         runs = (range(len(self.layout.buckets)),) if runs is None else tuple(runs)
-        self.shard = Shard(CreateShard(spec=spec, epoch=epoch, runs=runs, round=round, version=version))
+        self.shard = Shard(
+            CreateShard(spec=spec, shard=number, epoch=epoch, runs=runs, round=round, version=version, replica=replica)
+        )
 
     def initialised(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "ShardUser":
         """Initialises with mutation 1 of trainer 1, and is ready."""

@@ -32,7 +32,9 @@ from pserver.core.messages import (
     LivingTrainers,
     ModelReady,
     ModelSpec,
+    Plan,
     Prepare,
+    Refusal,
     Reject,
     Report,
     ShardCreated,
@@ -42,7 +44,7 @@ from pserver.core.rules import NO_RULES, NORM_EPSILON, GradientRules
 from pserver.core.shard import Shard
 from pserver.core.staging import Pushed, Staging
 from pserver.core.sync import Async, Bsp, Ssp, SyncPolicy, policy_arguments
-from pserver.errors import ConfigError, ModelFailed, PserverError, RoundFailed, StaleEpoch, TrainerEnded, UnknownModel
+from pserver.errors import ModelFailed, PserverError, RoundFailed, ServerEnded, StaleEpoch, TrainerEnded, UnknownModel
 from pserver.server.shard_memory import MailboxPush
 from pserver.types import ClusterStatus, GroupOptions, ModelStatus, PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, TensorSpec, build_layout
@@ -345,8 +347,8 @@ class Reference:
         self.epoch = 0
         self.epochs: dict[int, _Epoch] = {}
         self.decisions: dict[int, Decision] = {}
-        self.plans: dict[int, Decision] = {}
-        self.rejections: dict[tuple[int, int], Reject] = {}
+        self.plans: dict[int, Plan] = {}
+        self.rejections: dict[tuple[int, int], Refusal] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.living: frozenset[int] = frozenset()
         self.ranks: dict[int, int] = {}
@@ -468,15 +470,15 @@ class Reference:
 
     def prepared(self, command: Prepare, owners: frozenset[str]) -> None:
         """The members of a round leave the coordinator, before its decision."""
-        plan = command.plan
+        plan = command.plan.plan
         if plan.round in self.plans:
-            assert plan == self.plans[plan.round], f"round {plan.round} was planned twice"
+            assert command.plan == self.plans[plan.round], f"round {plan.round} was planned twice"
             return
         assert not plan.skip, f"{command} has nothing to look at"
-        assert command.look_for_nonfinite == self.setup.rules.look_for_nonfinite
+        assert command.plan.rules == self.setup.rules
         assert self.setup.rules.need_look
         self._close(plan, owners)
-        self.plans[plan.round] = plan
+        self.plans[plan.round] = command.plan
 
     def decided(self, command: Apply, owners: frozenset[str]) -> None:
         """A decision leaves the coordinator, for the first time or again."""
@@ -495,22 +497,23 @@ class Reference:
             assert (decision.grad_norm, decision.num_nonfinite, decision.error) == (None, 0, "")
             assert (decision.clip_coefficient, decision.clip_value) == (1.0, self.setup.rules.clip_value)
         else:
-            self._check_treatment(plan, decision)
+            self._check_treatment(plan.plan, decision)
         self.decisions[decision.round] = decision
         epoch.add(self._after(epoch.tensors[-1], decision))
 
     def rejected(self, command: Reject) -> None:
         """A refusal leaves the coordinator, for the first time or again."""
-        step = (command.trainer_id, command.step)
+        refusal = command.refusal
+        step = (refusal.trainer_id, refusal.step)
         known = self.rejections.get(step)
         if known is not None:
-            assert command == known, f"step {step} was refused twice"
+            assert refusal == known, f"step {step} was refused twice"
             return
         assert step not in self._counted, f"step {step} is in a round, and refused"
         assert step in self._whole_s, f"step {step} was refused before every shard had it"
-        self._check_reason(command, self.gradients[step])
-        self.rejections[step] = command
-        self._told.add((command.trainer_id, command.round))
+        self._check_reason(refusal, self.gradients[step])
+        self.rejections[step] = refusal
+        self._told.add((refusal.trainer_id, refusal.round))
 
     def values(self, epoch: int, round_number: int) -> dict[int, bytes]:
         """Every bucket as it must be after a round."""
@@ -595,20 +598,20 @@ class Reference:
         first_s = min(self._whole_s[each.trainer_id, each.step] for each in plan.contributions)
         assert closing.now_s - first_s >= policy.deadline, f"{plan} leaves out {in_step - members} too early"
 
-    def _check_reason(self, command: Reject, gradient: Gradient) -> None:
+    def _check_reason(self, refusal: Refusal, gradient: Gradient) -> None:
         policy = self.setup.policy
-        age = command.round - gradient.base_round
-        assert command.staleness == age, f"{command} is {age} rounds old"
-        if isinstance(policy, Bsp) and command.error == RoundFailed.__name__:
+        age = refusal.round - gradient.base_round
+        assert refusal.staleness == age, f"{refusal} is {age} rounds old"
+        if isinstance(policy, Bsp) and refusal.error == RoundFailed.__name__:
             assert policy.absent == "fail"
             assert age == 0
-            waited_s = self.now_s - self._whole_s[command.trainer_id, command.step]
+            waited_s = self.now_s - self._whole_s[refusal.trainer_id, refusal.step]
             assert waited_s >= 0
         elif isinstance(policy, Bsp):
-            assert age > 0, f"{command} is not late"
-            assert policy != Bsp(), f"{command}, but every round takes every trainer"
+            assert age > 0, f"{refusal} is not late"
+            assert policy != Bsp(), f"{refusal}, but every round takes every trainer"
         else:
-            assert isinstance(policy, Async), f"{command}, but {policy} refuses nothing"
+            assert isinstance(policy, Async), f"{refusal}, but {policy} refuses nothing"
             assert policy.max_staleness is not None
             assert age > policy.max_staleness
 
@@ -808,7 +811,7 @@ class Link:
             assert self.admitted is not None
             self.admitted.discard(command.trainer_id)
         elif isinstance(command, Prepare):
-            self._check_order(command, command.plan)
+            self._check_order(command, command.plan.plan)
         elif isinstance(command, Apply) and command.decision.round not in planned:
             self._check_order(command, command.decision)
         if not self.broken:
@@ -858,6 +861,14 @@ class SimServer:
         self._waiting.clear()
         self._too_early.clear()
 
+    def begin_anew(self) -> None:
+        """The coordinator counts on this server no longer: it drops what it has, and is as good as a new process."""
+        self.shard = None
+        self._look_again()
+        too_early = self._too_early
+        self.start()
+        self._too_early = too_early
+
     def __repr__(self) -> str:
         return self.name
 
@@ -900,7 +911,8 @@ class SimServer:
             self._admit(command.trainer_ids)
         elif isinstance(command, EndTrainer):
             self._end_trainer(command.trainer_id)
-        elif self.shard is not None and self.shard.epoch == command.epoch:
+        elif self.shard is not None and self.shard.epoch <= command.epoch:
+            assert self.shard.number == command.shard, f"{self.name} was told {command}"
             self._handle_for(self.shard, command)
         self._look_again()
 
@@ -923,18 +935,19 @@ class SimServer:
         if isinstance(command, FailModel):
             shard.failure = shard.failure or command.reason
         elif isinstance(command, DropShard):
-            shard.failure = shard.failure or "dropped"
             self.shard = None
+        elif shard.epoch != command.epoch:
+            return
         elif isinstance(command, Reject):
-            shard.reject(command)
-            self._ledger.refused(command.trainer_id, command.step)
+            shard.reject(command.refusal)
+            self._ledger.refused(command.refusal.trainer_id, command.refusal.step)
         else:
             assert isinstance(command, ModelReady | Prepare | Apply), f"{self.name} was told {command}"
             try:
                 self._compute(shard, command)
             except (MemoryError, ModelFailed) as error:
                 shard.failure = shard.failure or str(error)
-                self._report(ShardFailed(model=MODEL, epoch=shard.epoch, failure=str(error)))
+                self._report(ShardFailed(model=MODEL, shard=shard.number, epoch=shard.epoch, failure=str(error)))
 
     def _compute(self, shard: Shard, command: ModelReady | Prepare | Apply) -> None:
         if self.breaks_down and self._is_new(shard, command):
@@ -944,8 +957,8 @@ class SimServer:
             shard.make_ready(command.initialiser)
             self._ledger.made_ready()
         elif isinstance(command, Prepare):
-            self._report(shard.prepare(command))
-            self._ledger.taken(command.plan)
+            self._report(shard.prepare(command.plan))
+            self._ledger.taken(command.plan.plan)
         else:
             self._report(shard.apply(command.decision))
             self._ledger.taken(command.decision)
@@ -961,7 +974,7 @@ class SimServer:
             self.shard = Shard(command)
             self._ledger = Ledger()
             self._last_round = command.round
-            self._report(ShardCreated(model=MODEL, epoch=command.epoch))
+            self._report(ShardCreated(model=MODEL, shard=command.shard, epoch=command.epoch))
 
     def _admit(self, trainer_ids: Collection[int]) -> None:
         self.living.update(trainer_ids)
@@ -1047,16 +1060,20 @@ class SimServer:
         if step is not None:
             self._reference.reached(self.name, call.push_id.trainer_id, step)
 
-    def _pulled(self, shard: Shard, min_round: int) -> Values | None:
+    def _check_usable(self, shard: Shard) -> None:
+        if shard is not self.shard:
+            raise StaleEpoch(f"{self.name} has another shard now, or none")
         if shard.failure is not None:
             raise ModelFailed(shard.failure)
+
+    def _pulled(self, shard: Shard, min_round: int) -> Values | None:
+        self._check_usable(shard)
         if shard.round < min_round or not shard.ready:
             return None
         return self._read(shard)
 
     def _stepped(self, shard: Shard, push_id: PushId) -> Values | None:
-        if shard.failure is not None:
-            raise ModelFailed(shard.failure)
+        self._check_usable(shard)
         outcome = shard.outcome(push_id)
         if outcome is None:
             raise TrainerEnded(f"{self.name} has ended trainer {push_id.trainer_id}")
@@ -1189,7 +1206,8 @@ class SimTrainer:
         elif isinstance(error, StaleEpoch | UnknownModel) and self.epoch != reference.epoch:
             assert not self.attached, f"{self.ask}: {error!r}"  # the model was changed before it took part
         else:
-            assert isinstance(error, ModelFailed | UnknownModel), f"{self.ask}: {error!r}"
+            # For a shard that is not where it was it looks elsewhere, and learns that the model has failed.
+            assert isinstance(error, ModelFailed | UnknownModel | StaleEpoch), f"{self.ask}: {error!r}"
             assert reference.server_lost or reference.failed, f"{self.ask}: {error!r}"
 
     # What it does, in order
@@ -1595,12 +1613,13 @@ class Cluster:
             self._changed()
 
     def relink(self, server: SimServer) -> None:
-        """A server opens a new link; one that the coordinator refuses ends."""
+        """A server opens a new link; one whose lease has ended begins anew."""
         try:
             self._core.server_joined(server.name, "address", server.incarnation, self.now_s)
-        except ConfigError:
+        except ServerEnded:
             assert self.reference.server_lost, f"{server.name} was refused"
-            server.stop()
+            server.begin_anew()
+            self.relink(server)
             return
         if server.name in self._links:
             self._old_links.append(self._links[server.name])
@@ -1695,7 +1714,7 @@ class Cluster:
         raise AssertionError(f"these wait for ever: {[each.ask for each in self.waiting_trainers]}")
 
     def _relink_all(self) -> None:
-        """Those that the coordinator refuses, and those that died, are started again."""
+        """Those that died are started again."""
         for server in self.servers:
             self.notice_break(server)
             if server.running and server.link is None:

@@ -31,6 +31,7 @@ from pserver.errors import (
     LayoutMismatch,
     ModelFailed,
     RankTaken,
+    ServerEnded,
     StaleEpoch,
     StalePush,
     TrainerEnded,
@@ -94,8 +95,11 @@ class Cluster:
         (model,) = (each for each in self.status().models if each.name == name)
         return [shard.server for shard in model.shards]
 
-    def report(self, report_type, server, *, name="m", epoch=1, **fields):
-        self.coordinator.report(server, report_type(model=name, epoch=epoch, **fields), self.clock.now_s())
+    def report(self, report_type, server, *, name="m", shard=None, epoch=1, **fields):
+        """By default of the shard that the server is the primary of."""
+        shard = self.placed(name).index(server) if shard is None else shard
+        report = report_type(model=name, shard=shard, epoch=epoch, **fields)
+        self.coordinator.report(server, report, self.clock.now_s())
 
     def shards_created(self, **about):
         for server in self.placed(about.get("name", "m")):
@@ -145,6 +149,13 @@ class Cluster:
     def model(self, name="m"):
         (model,) = (each for each in self.status().models if each.name == name)
         return model
+
+
+def same(first, second):
+    """Whether two servers were told the same, each for its own shard."""
+    return [dataclasses.replace(each, shard=0) for each in first] == [
+        dataclasses.replace(each, shard=0) for each in second
+    ]
 
 
 @pytest.fixture
@@ -237,7 +248,9 @@ def test_a_model_is_placed_when_enough_servers_have_joined():
     trainer = cluster.join("a")
     assert cluster.register(trainer) is None
     assert cluster.told() == {}
-    assert cluster.coordinator.waiting_for("m") == "servers: 1 of 2 have joined"
+    assert cluster.coordinator.waiting_for("m") == (
+        "servers: 1 have joined; expected 2 or more, and more than there are to be replicas"
+    )
     cluster.link("s1")
     assert cluster.register(trainer) is None
     told = cluster.told()
@@ -271,7 +284,9 @@ def test_the_first_trainer_initialises_and_others_wait(cluster):
     cluster.report(ShardInitialised, "s0", trainer_id=first)
     assert cluster.told() == {}
     cluster.report(ShardInitialised, "s1", trainer_id=first)
-    assert cluster.told() == {server: [ModelReady(model="m", epoch=1, initialiser=first)] for server in ("s0", "s1")}
+    assert cluster.told() == {
+        f"s{shard}": [ModelReady(model="m", shard=shard, epoch=1, initialiser=first)] for shard in (0, 1)
+    }
     assert not cluster.register(second).initialise
     assert not cluster.register(first).initialise
 
@@ -363,7 +378,7 @@ def test_a_round_is_decided_when_every_shard_has_everything(cluster):
     assert cluster.told() == {}
     cluster.commit(trainer, 1, servers=["s1"])
     told = cluster.told()
-    assert told["s0"] == told["s1"]
+    assert same(told["s0"], told["s1"])
     (apply,) = told["s0"]
     assert (apply.model, apply.epoch, apply.decision.round) == ("m", 1, 1)
 
@@ -456,9 +471,9 @@ def test_a_late_gradient_is_refused_on_every_shard(cluster):
     cluster.commit(first, 1)
     cluster.commit(second, 1, base_round=0)
     told = cluster.told()
-    assert told["s0"] == told["s1"]
+    assert same(told["s0"], told["s1"])
     apply, reject = told["s0"]
-    assert (apply.decision.round, reject.trainer_id, reject.step) == (1, second, 1)
+    assert (apply.decision.round, reject.refusal.trainer_id, reject.refusal.step) == (1, second, 1)
     assert (cluster.model().num_accepted, cluster.model().num_rejected) == (1, 1)
 
 
@@ -479,17 +494,17 @@ def test_a_round_is_prepared_on_every_shard_and_decided_when_all_have_answered(c
     cluster.ready(trainer)
     cluster.commit(trainer, 1, rules=GradientRules(max_norm=1.0))
     told = cluster.told()
-    assert told["s0"] == told["s1"]
+    assert same(told["s0"], told["s1"])
     ((prepare,), _) = told.values()
     assert isinstance(prepare, Prepare)
-    cluster.report(Prepared, "s0", round=1, squares=(9.0,), nonfinite=())
+    cluster.report(Prepared, "s0", round=1, attempt=1, squares=(9.0,), nonfinite=())
     assert cluster.told() == {}
     cluster.coordinator.server_unlinked("s1", 1)
     cluster.link("s1")
-    assert cluster.told()["s1"][-1] == prepare
-    cluster.report(Prepared, "s1", round=1, squares=(16.0,), nonfinite=())
+    assert cluster.told()["s1"][-1] == dataclasses.replace(prepare, shard=1)
+    cluster.report(Prepared, "s1", round=1, attempt=1, squares=(16.0,), nonfinite=())
     told = cluster.told()
-    assert told["s0"] == told["s1"]
+    assert same(told["s0"], told["s1"])
     assert [(type(each), each.decision.grad_norm) for each in told["s0"]] == [(Apply, 5.0)]
 
 
@@ -516,7 +531,7 @@ def test_nothing_is_decided_after_a_model_has_failed(cluster):
     cluster.report(ShardFailed, "s0", failure="prepare round 1: boom")
     cluster.told()
     for server in ("s0", "s1"):
-        cluster.report(Prepared, server, round=1, squares=(), nonfinite=())
+        cluster.report(Prepared, server, round=1, attempt=1, squares=(), nonfinite=())
     assert cluster.told() == {}
 
 
@@ -596,7 +611,7 @@ def test_a_model_goes_on_with_another_description_once_every_attached_trainer_as
     told = cluster.told()
     assert told.keys() == {"s0", "s1"}
     for drop, create in told.values():
-        assert drop == DropShard(model="m", epoch=1)
+        assert drop == DropShard(model="m", shard=create.shard, epoch=1)
         assert (create.epoch, create.spec, create.round, create.version) == (2, LARGER, 2, 2)
     assert give_up(cluster, first) is None
     cluster.shards_created(epoch=2)
@@ -606,7 +621,7 @@ def test_a_model_goes_on_with_another_description_once_every_attached_trainer_as
     cluster.shards_initialised(first, epoch=2)
     assert not give_up(cluster, first, initialised=True).initialise
     assert not give_up(cluster, second).initialise
-    assert cluster.told()["s0"] == [ModelReady(model="m", epoch=2, initialiser=first)]
+    assert cluster.told()["s0"] == [ModelReady(model="m", shard=0, epoch=2, initialiser=first)]
     for trainer in (first, second):
         assert cluster.attach(trainer, epoch=2) == Attachment(round=2, step=2)
         cluster.commit(trainer, 3, epoch=2)
@@ -691,7 +706,7 @@ def test_when_the_trainer_whose_values_count_dies_another_one_s_do(cluster, crea
     cluster.shards_created(epoch=2)
     assert give_up(cluster, second).initialise
     cluster.shards_initialised(second, epoch=2)
-    assert cluster.told()["s0"][-1] == ModelReady(model="m", epoch=2, initialiser=second)
+    assert cluster.told()["s0"][-1] == ModelReady(model="m", shard=0, epoch=2, initialiser=second)
 
 
 def test_a_newcomer_never_initialises_a_model_that_others_have_trained(cluster):
@@ -736,7 +751,7 @@ def test_a_server_that_links_again_while_a_model_is_changed_makes_the_new_shard(
     (create,) = cluster.told()["s1"]
     assert (create.epoch, create.round) == (2, 2)
     cluster.report(ShardCreated, "s1", epoch=1)
-    assert cluster.told() == {"s1": [DropShard(model="m", epoch=1)]}
+    assert cluster.told() == {"s1": [DropShard(model="m", shard=1, epoch=1)]}
 
 
 def test_a_newcomer_whose_description_was_replaced_before_it_attached_must_register_again(cluster):
@@ -840,7 +855,7 @@ def test_a_server_restarted_under_its_name_fails_its_models_and_serves_new_ones(
 def test_a_server_whose_lease_has_ended_does_not_come_back_as_it_was(cluster):
     cluster.coordinator.server_unlinked("s1", 1)
     cluster.pass_time(SERVER_LEASE_S + 0.5, heard=["s0"])
-    with pytest.raises(ConfigError, match="lease of server 's1' has ended"):
+    with pytest.raises(ServerEnded, match="lease of server 's1' has ended"):
         cluster.link("s1", incarnation=1)
     cluster.link("s1", incarnation=2)
 
@@ -926,7 +941,7 @@ def test_a_dropped_model_frees_its_shards_and_its_name(cluster):
     cluster.ready(trainer)
     push_id = cluster.new_id(trainer)
     cluster.coordinator.drop_model(push_id, "m")
-    assert cluster.told() == {server: [DropShard(model="m", epoch=1)] for server in ("s0", "s1")}
+    assert cluster.told() == {f"s{shard}": [DropShard(model="m", shard=shard, epoch=1)] for shard in (0, 1)}
     with pytest.raises(UnknownModel):
         cluster.attach(trainer)
     cluster.ready(trainer, model_spec(tensors=(tensor_spec("other", 32),)), epoch=2)
@@ -952,12 +967,12 @@ def test_a_failed_model_can_be_dropped_and_registered_again(cluster):
 @pytest.mark.parametrize(
     "report",
     [
-        ShardCreated(model="m", epoch=1),
-        ShardInitialised(model="m", epoch=1, trainer_id=1),
-        Committed(model="m", epoch=1, trainer_id=1, commit=commit(1)),
-        Prepared(model="m", epoch=1, round=1, squares=(), nonfinite=()),
-        Applied(model="m", epoch=1, round=1, version=1),
-        ShardFailed(model="m", epoch=1, failure="boom"),
+        ShardCreated(model="m", shard=0, epoch=1),
+        ShardInitialised(model="m", shard=0, epoch=1, trainer_id=1),
+        Committed(model="m", shard=0, epoch=1, trainer_id=1, commit=commit(1)),
+        Prepared(model="m", shard=0, epoch=1, round=1, attempt=1, squares=(), nonfinite=()),
+        Applied(model="m", shard=0, epoch=1, round=1, version=1),
+        ShardFailed(model="m", shard=0, epoch=1, failure="boom"),
     ],
     ids=lambda report: type(report).__name__,
 )
@@ -970,7 +985,7 @@ def test_a_shard_of_a_model_that_is_gone_is_told_to_go(cluster, report, successo
         cluster.ready(trainer, epoch=2)
     cluster.told()
     cluster.coordinator.report("s0", report, cluster.clock.now_s())
-    assert cluster.told() == {"s0": [DropShard(model="m", epoch=1)]}
+    assert cluster.told() == {"s0": [DropShard(model="m", shard=0, epoch=1)]}
     assert [model.state for model in cluster.status().models] == ["ready"] * successor
 
 
@@ -978,8 +993,8 @@ def test_a_shard_on_a_server_that_owns_nothing_of_the_model_is_told_to_go():
     cluster = Cluster(5)
     cluster.ready(cluster.join("a"))
     (idle, *_) = {f"s{number}" for number in range(5)} - set(cluster.placed())
-    cluster.report(ShardCreated, idle)
-    assert cluster.told() == {idle: [DropShard(model="m", epoch=1)]}
+    cluster.report(ShardCreated, idle, shard=0)
+    assert cluster.told() == {idle: [DropShard(model="m", shard=0, epoch=1)]}
 
 
 def test_commands_are_taken_once(cluster):

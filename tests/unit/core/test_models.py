@@ -15,7 +15,7 @@ TRAINER, OTHER = 7, 8
 
 
 def servers(number):
-    return [(f"s{index}", f"host{index}:1") for index in range(number)]
+    return [f"s{index}" for index in range(number)]
 
 
 def model_on(number=2, **spec):
@@ -23,39 +23,40 @@ def model_on(number=2, **spec):
 
 
 def created(model):
-    for server in model.servers:
-        model.shard_created(server)
+    for group in model.groups:
+        model.shard_created(group)
     return model
 
 
 @given(st.integers(1, 6))
 def test_every_number_of_servers_shares_out_the_same_buckets(number):
     model = model_on(number)
-    owned = [bucket for each in model.placement for run in each.runs for bucket in run]
+    owned = [bucket for each in model.groups for run in each.runs for bucket in run]
     assert owned == list(range(len(build_layout(model.spec.tensors, model.spec.bucket_bytes).buckets)))
-    assert sum(model.shard_bytes.values()) == 192
+    assert sum(model.shard_bytes) == 192
 
 
 def test_a_server_that_owns_nothing_has_no_shard():
     model = model_on(5)
     assert len(model.servers) == 3
-    assert set(model.servers) < {name for name, _ in servers(5)}
-    assert all(each.runs for each in model.placement)
+    assert set(model.servers) < set(servers(5))
+    assert all(each.runs for each in model.groups)
+    assert [each.shard for each in model.groups] == [0, 1, 2]
 
 
 def test_the_size_shown_for_a_shard_is_what_its_server_holds():
     """Masters of half precision take twice the bytes that travel."""
     spec = model_spec(tensors=(tensor_spec("h", 64, dtype=torch.float16), tensor_spec("w", 16)))
-    assert Model(spec, servers(1), 1).shard_bytes == {"s0": ShardUser(spec).shard.num_bytes}
+    assert Model(spec, servers(1), 1).shard_bytes == [ShardUser(spec).shard.num_bytes]
 
 
 def test_a_model_is_made_when_every_shard_exists():
     model = model_on()
-    model.shard_created("s0")
-    model.shard_created("s0")
+    model.shard_created(model.groups[0])
+    model.shard_created(model.groups[0])
     assert model.state is ModelState.CREATING
     assert not model.may_initialise(TRAINER)
-    model.shard_created("s1")
+    model.shard_created(model.groups[1])
     assert model.state is ModelState.INITIALISING
 
 
@@ -69,33 +70,33 @@ def test_one_trainer_at_a_time_initialises():
 def test_a_model_is_ready_when_every_shard_has_the_values_of_the_initialiser():
     model = created(model_on())
     model.may_initialise(TRAINER)
-    assert not model.shard_initialised("s0", TRAINER)
-    assert not model.shard_initialised("s0", TRAINER)
-    assert not model.shard_initialised("s1", OTHER)
-    assert model.shard_initialised("s1", TRAINER)
+    assert not model.shard_initialised(model.groups[0], TRAINER)
+    assert not model.shard_initialised(model.groups[0], TRAINER)
+    assert not model.shard_initialised(model.groups[1], OTHER)
+    assert model.shard_initialised(model.groups[1], TRAINER)
     assert model.state is ModelState.READY
-    assert not model.shard_initialised("s1", TRAINER)
+    assert not model.shard_initialised(model.groups[1], TRAINER)
     assert not model.may_initialise(TRAINER)
 
 
 def test_when_the_initialiser_ends_the_next_one_starts_over():
     model = created(model_on())
     model.may_initialise(TRAINER)
-    model.shard_initialised("s0", TRAINER)
+    model.shard_initialised(model.groups[0], TRAINER)
     model.trainer_ended(OTHER)
     assert not model.may_initialise(OTHER)
     model.trainer_ended(TRAINER)
     assert model.may_initialise(OTHER)
-    assert not model.shard_initialised("s0", TRAINER)
-    assert not model.shard_initialised("s1", OTHER)
+    assert not model.shard_initialised(model.groups[0], TRAINER)
+    assert not model.shard_initialised(model.groups[1], OTHER)
     assert model.state is ModelState.INITIALISING
-    assert model.shard_initialised("s0", OTHER)
+    assert model.shard_initialised(model.groups[0], OTHER)
 
 
 def test_the_end_of_the_initialiser_does_not_matter_once_the_model_is_ready():
     model = created(model_on(1))
     model.may_initialise(TRAINER)
-    model.shard_initialised("s0", TRAINER)
+    model.shard_initialised(model.groups[0], TRAINER)
     model.trainer_ended(TRAINER)
     assert model.state is ModelState.READY
 
@@ -127,6 +128,7 @@ def test_parameter_order_that_differs_between_workers_is_refused_and_named():
         ("bucket_bytes", 128),
         ("world_size", 2),
         ("buffers", "mean"),
+        ("replicas", 1),
     ],
 )
 def test_every_other_difference_is_named(field, value):
@@ -149,6 +151,8 @@ def test_no_field_of_a_description_may_differ():
         ({"name": "n" * 256}, InvalidRequest, "name must have 1 to 255"),
         ({"world_size": 0}, InvalidRequest, "world_size"),
         ({"world_size": (1 << 20) + 1}, InvalidRequest, "world_size"),
+        ({"replicas": -1}, InvalidRequest, r"replicas must be in 0\.\.16, but is -1"),
+        ({"replicas": 17}, InvalidRequest, r"replicas must be in 0\.\.16, but is 17"),
         ({"bucket_bytes": 10}, InvalidRequest, "multiple of 64"),
         ({"tensors": (tensor_spec("w", 3, group=1),)}, InvalidRequest, "tensors name 2 groups, but 1 were described"),
         ({"tensors": (tensor_spec("w", 3, group=STORED),)}, UnsupportedModel, "no parameter to train"),
@@ -177,14 +181,14 @@ def ready(*trainers, number=2, **spec):
     """A model that these trainers are attached to, with the ranks 0, 1, ...; it has done one round."""
     model = created(model_on(number, **spec))
     model.may_initialise(trainers[0])
-    for server in model.servers:
-        model.shard_initialised(server, trainers[0])
+    for group in model.groups:
+        model.shard_initialised(group, trainers[0])
     for rank, trainer in enumerate(trainers):
         model.rounds.attach(trainer, rank, 0.0)
     for trainer in trainers:
-        for server in model.servers:
-            committed = Committed(model="m", epoch=1, trainer_id=trainer, commit=commit(1))
-            model.rounds.committed(server, committed, 0.0)
+        for group in model.groups:
+            committed = Committed(model="m", shard=group.shard, epoch=1, trainer_id=trainer, commit=commit(1))
+            model.rounds.committed(committed, 0.0)
     model.rounds.advance(0.0)
     return model
 
@@ -217,8 +221,9 @@ def test_the_values_of_the_lowest_rank_count_whoever_proposed_first():
 def test_of_those_who_proposed_the_one_with_the_latest_values_counts():
     """Where trainers step one by one, the lowest rank's values may be old."""
     model = ready(TRAINER, OTHER, sync_policy="async")
-    for server in model.servers:
-        model.rounds.committed(server, Committed(model="m", epoch=1, trainer_id=OTHER, commit=commit(2)), 0.0)
+    for group in model.groups:
+        committed = Committed(model="m", shard=group.shard, epoch=1, trainer_id=OTHER, commit=commit(2))
+        model.rounds.committed(committed, 0.0)
     model.rounds.advance(0.0)
     for trainer in (TRAINER, OTHER):
         model.propose(trainer, dataclasses.replace(OTHER_SPEC, sync_policy="async"))
@@ -249,6 +254,7 @@ def test_a_trainer_that_is_not_attached_cannot_propose():
         ("sync_policy_arguments", {"backup_workers": 1}),
         ("world_size", 2),
         ("buffers", "mean"),
+        ("replicas", 1),
     ],
 )
 def test_what_cannot_change_while_a_model_is_trained_is_refused_by_name(field, value):
@@ -291,7 +297,7 @@ def test_a_successor_goes_on_at_the_same_round_with_the_same_trainers():
     successor = in_place_of(model, number=1)
     assert (successor.first_round, successor.first_version, successor.rounds.round) == (1, 1, 1)
     assert successor.rounds.attached == {TRAINER, OTHER}
-    assert (successor.shard_rounds, successor.versions) == ({"s0": 1}, {"s0": 1})
+    assert (successor.shard_rounds, successor.versions) == ({0: 1}, {0: 1})
     assert successor.not_proposed == [0, 1]
     assert successor.state is ModelState.CREATING
 
@@ -340,8 +346,8 @@ def test_a_model_that_is_ready_is_not_deserted_when_all_have_left():
     model = ready(TRAINER)
     model.propose(TRAINER, OTHER_SPEC)
     successor = created(in_place_of(model))
-    for server in successor.servers:
-        successor.shard_initialised(server, TRAINER)
+    for group in successor.groups:
+        successor.shard_initialised(group, TRAINER)
     successor.trainer_ended(TRAINER)
     assert successor.state is ModelState.READY
     assert not successor.deserted

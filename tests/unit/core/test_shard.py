@@ -9,9 +9,9 @@ from pserver.core.messages import (
     Committed,
     Contribution,
     Decision,
-    Prepare,
+    Plan,
     Prepared,
-    Reject,
+    Refusal,
     ShardCreated,
     ShardInitialised,
 )
@@ -33,8 +33,10 @@ from tests.results import step_result
 
 W = torch.arange(24.0)
 ONE = torch.ones(24)
+CLIPPED = GradientRules(max_norm=1.0)
+SKIPPING = GradientRules(nonfinite="skip")
 SPEC = model_spec()  # SGD with lr 0.5: a gradient of 1 takes 0.5 off
-COMMITTED = Committed(model="m", epoch=1, trainer_id=1, commit=commit(1))
+COMMITTED = Committed(model="m", shard=0, epoch=1, trainer_id=1, commit=commit(1))
 
 
 @pytest.fixture
@@ -59,13 +61,14 @@ def decision(round_number, *steps, divisor=None, options=OPTIONS, **about):
     )
 
 
-def prepare(plan, *, look_for_nonfinite=False):
-    return Prepare(model="m", epoch=1, plan=plan, look_for_nonfinite=look_for_nonfinite)
+def prepare(plan, *, rules=CLIPPED, attempt=1):
+    """A plan for a round of which shards must know the norm, or what its rules ask for."""
+    return Plan(plan=plan, attempt=attempt, rules=rules)
 
 
 def reject(trainer, step, **about):
     about = {"round": 0, "staleness": 0, "reason": "too late", "error": "", **about}
-    return Reject(model="m", epoch=1, trainer_id=trainer, step=step, **about)
+    return Refusal(trainer_id=trainer, step=step, **about)
 
 
 def accepted(round_number, **about):
@@ -74,7 +77,7 @@ def accepted(round_number, **about):
 
 
 def applied(round_number, version):
-    return Applied(model="m", epoch=1, round=round_number, version=version)
+    return Applied(model="m", shard=0, epoch=1, round=round_number, version=version)
 
 
 # Making and initial values
@@ -100,10 +103,10 @@ def test_buckets_that_the_model_does_not_have_are_refused(runs):
 
 def test_a_shard_that_replaces_another_one_counts_on_from_its_round_and_version():
     user = ShardUser(SPEC, epoch=4, round=7, version=5)
-    assert user.shard.reports()[1] == Applied(model="m", epoch=4, round=7, version=5)
+    assert user.shard.reports()[1] == Applied(model="m", shard=0, epoch=4, round=7, version=5)
     user.initialised({"w": W})
     user.push(2, {"w": ONE}, commit=commit(9))
-    assert user.shard.apply(decision(8, (1, 9, 1))) == Applied(model="m", epoch=4, round=8, version=6)
+    assert user.shard.apply(decision(8, (1, 9, 1))) == Applied(model="m", shard=0, epoch=4, round=8, version=6)
 
 
 def test_initial_values_are_read_back_bit_for_bit(user):
@@ -113,7 +116,7 @@ def test_initial_values_are_read_back_bit_for_bit(user):
 
 def test_a_repeated_initialisation_changes_nothing_and_reports_again(user):
     report = user.initialise({"w": ONE})
-    assert report == ShardInitialised(model="m", epoch=1, trainer_id=1)
+    assert report == ShardInitialised(model="m", shard=0, epoch=1, trainer_id=1)
     assert torch.equal(user.values()["w"], W)
 
 
@@ -122,7 +125,7 @@ def test_the_values_of_the_trainer_that_the_coordinator_settled_on_count_whoever
     user = ShardUser(SPEC)
     for trainer in order:
         report = user.initialise({"w": W if trainer == 1 else ONE}, trainer=trainer)
-        assert report == ShardInitialised(model="m", epoch=1, trainer_id=trainer)
+        assert report == ShardInitialised(model="m", shard=0, epoch=1, trainer_id=trainer)
     user.shard.make_ready(2)
     assert torch.equal(user.values()["w"], ONE)
     user.shard.make_ready(1)
@@ -162,7 +165,7 @@ def test_initial_values_that_broke_off_change_nothing():
     with pytest.raises(InvalidRequest, match="incomplete"):
         user.shard.initialise(push_id(1), Staging(user.shard.buckets), {})
     assert user.shard.outcome(push_id(1)) is None
-    assert ShardCreated(model="m", epoch=1) in user.shard.reports()
+    assert ShardCreated(model="m", shard=0, epoch=1) in user.shard.reports()
     assert not any(isinstance(report, ShardInitialised) for report in user.shard.reports())
 
 
@@ -413,8 +416,10 @@ def test_a_prepared_round_says_what_is_in_the_mean_gradient_and_steps_nothing_ye
     mean_w, mean_b = (4 + 3 * 2) / 4, 3 / 4
     assert report == Prepared(
         model="m",
+        shard=0,
         epoch=1,
         round=1,
+        attempt=1,
         squares=pytest.approx((16 * mean_w**2, 8 * mean_w**2, 4 * mean_b**2), rel=1e-15),
         nonfinite=(),
     )
@@ -527,7 +532,7 @@ def test_nan_and_infinite_elements_are_counted_by_trainer_and_tensor(user):
     odd[[3, 20, 21]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     user.push(2, {"w": odd}, trainer=1, commit=commit(1))
     user.push(2, {"w": ONE, "b": torch.full((4,), torch.nan)}, trainer=2, commit=commit(1))
-    report = user.shard.prepare(prepare(decision(1, (1, 1, 1), (2, 1, 1)), look_for_nonfinite=True))
+    report = user.shard.prepare(prepare(decision(1, (1, 1, 1), (2, 1, 1)), rules=SKIPPING))
     assert report.nonfinite == (
         NonFinite(trainer_id=1, tensor=0, count=1),
         NonFinite(trainer_id=1, tensor=0, count=2),
@@ -539,7 +544,7 @@ def test_nan_that_cancels_in_no_sum_is_found_before_the_sum(user):
     """One trainer's inf and another one's -inf make a NaN that belongs to neither."""
     user.push(2, {"w": torch.inf * ONE}, trainer=1, commit=commit(1))
     user.push(2, {"w": -torch.inf * ONE}, trainer=2, commit=commit(1))
-    report = user.shard.prepare(prepare(decision(1, (1, 1, 1), (2, 1, 1)), look_for_nonfinite=True))
+    report = user.shard.prepare(prepare(decision(1, (1, 1, 1), (2, 1, 1)), rules=SKIPPING))
     assert sum(each.count for each in report.nonfinite) == 48
 
 
@@ -554,7 +559,7 @@ def test_nan_of_a_trainer_without_samples_is_in_no_mean_and_spoils_no_round(user
     user.push(2, {"w": ONE}, trainer=1, commit=commit(1))
     user.push(2, {"w": torch.nan * ONE}, trainer=2, commit=commit(1, samples=0))
     plan = decision(1, (1, 1, 1), (2, 1, 0))
-    report = user.shard.prepare(prepare(plan, look_for_nonfinite=True))
+    report = user.shard.prepare(prepare(plan, rules=SKIPPING))
     assert report.nonfinite == ()
     user.shard.apply(plan)
     assert torch.equal(user.values()["w"], W - 0.5)
@@ -563,7 +568,7 @@ def test_nan_of_a_trainer_without_samples_is_in_no_mean_and_spoils_no_round(user
 def test_a_trainer_that_pushed_nothing_is_looked_at_all_the_same(user):
     user.shard.push(push_id(2), 1, user.nothing(), frozenset(), commit(1, samples=0))
     user.push(2, {"w": ONE}, trainer=2, commit=commit(1))
-    report = user.shard.prepare(prepare(decision(1, (1, 1, 0), (2, 1, 1)), look_for_nonfinite=True))
+    report = user.shard.prepare(prepare(decision(1, (1, 1, 0), (2, 1, 1)), rules=SKIPPING))
     assert report.nonfinite == ()
 
 
@@ -575,6 +580,13 @@ def test_the_mean_gradient_is_clipped_by_norm_first_and_then_element_by_element(
     user.push(2, {"w": gradient}, commit=commit(1))
     user.shard.apply(decision(1, (1, 1, 1), clip_coefficient=0.5, clip_value=1.5))
     assert torch.equal(user.values()["w"], W - 0.5 * (gradient * 0.5).clamp(-1.5, 1.5))
+
+
+def test_a_limit_that_the_dtype_cannot_hold_limits_nothing(user):
+    gradient = torch.linspace(-8, 8, 24)
+    user.push(2, {"w": gradient}, commit=commit(1, rules=GradientRules(clip_value=1e308)))
+    user.shard.apply(decision(1, (1, 1, 1), clip_value=1e308))
+    assert torch.equal(user.values()["w"], W - 0.5 * gradient)
 
 
 def test_clipping_single_elements_of_complex_parameters_is_refused_before_it_can_fail_a_round():
@@ -1039,12 +1051,12 @@ def test_everything_of_an_ended_trainer_is_freed_and_others_keep_theirs(user):
 
 def test_everything_the_coordinator_may_have_missed_is_reported_again():
     user = ShardUser(SPEC)
-    assert user.shard.reports() == [ShardCreated(model="m", epoch=1), applied(0, 0)]
+    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(0, 0)]
     user.initialise({})
-    assert ShardInitialised(model="m", epoch=1, trainer_id=1) in user.shard.reports()
+    assert ShardInitialised(model="m", shard=0, epoch=1, trainer_id=1) in user.shard.reports()
     user.shard.make_ready(1)
     user.push(2, {"w": ONE}, commit=commit(1))
     user.push(2, {"w": ONE}, trainer=2)
-    assert user.shard.reports() == [ShardCreated(model="m", epoch=1), applied(0, 0), COMMITTED]
+    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(0, 0), COMMITTED]
     user.shard.apply(decision(1, (1, 1, 1)))
-    assert user.shard.reports() == [ShardCreated(model="m", epoch=1), applied(1, 1)]
+    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(1, 1)]

@@ -53,7 +53,7 @@ class SlowShard:
         assert self.let.acquire(timeout=LIMIT_S)
         self.round = decided.round
         self._outcomes[PUSH] = step_result(decided.round)
-        return Applied(model="slow", epoch=1, round=self.round, version=self.round)
+        return Applied(model="slow", shard=0, epoch=1, round=self.round, version=self.round)
 
     def outcome(self, push_id: PushId) -> Any:
         return self._outcomes.get(push_id)

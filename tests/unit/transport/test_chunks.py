@@ -23,7 +23,11 @@ def buckets_of(bucket_bytes, *tensors):
 
 def packed(buckets, values):
     packer = ChunkPacker()
-    messages = [message for bucket in buckets for message in packer.add(bucket, memory_of(values[bucket.index]))]
+    messages = [
+        message
+        for bucket in buckets
+        for message in packer.add(bucket.index, memory_of(values[bucket.index]), bucket.dtype)
+    ]
     rest = packer.rest()
     return [*messages, rest] if rest else messages
 
@@ -87,7 +91,7 @@ def test_nothing_waits_behind_a_large_piece():
     """It would be copied if its bucket could change meanwhile."""
     packer = ChunkPacker()
     for bucket in buckets_of(LARGE_BYTES, *[(LARGE_BYTES // 4, torch.float32)] * 3):
-        ((chunk,),) = packer.add(bucket, memoryview(bytes(LARGE_BYTES)))
+        ((chunk,),) = packer.add(bucket.index, memoryview(bytes(LARGE_BYTES)), bucket.dtype)
         assert chunk.bucket == bucket.index
     assert not packer.rest()
 
@@ -102,7 +106,7 @@ def test_a_chunk_that_is_kept_keeps_its_bytes_when_the_buffer_is_used_again():
     (bucket,) = buckets_of(64, (16, torch.float32))
     buffer = torch.ones(16)
     packer = ChunkPacker()
-    assert list(packer.add(bucket, memory_of(buffer))) == []
+    assert list(packer.add(bucket.index, memory_of(buffer), bucket.dtype)) == []
     packer.keep()
     buffer.zero_()
     (chunk,) = packer.rest()
@@ -113,7 +117,7 @@ def test_what_is_left_is_taken_once():
     (bucket,) = buckets_of(64, (16, torch.float32))
     packer = ChunkPacker()
     assert packer.rest() == []
-    list(packer.add(bucket, bytes(64)))
+    list(packer.add(bucket.index, bytes(64), bucket.dtype))
     assert len(packer.rest()) == 1
     assert packer.rest() == []
 
@@ -123,15 +127,15 @@ def test_what_is_kept_is_copied_once():
     packer = ChunkPacker()
     values = torch.ones(16)
     for bucket in buckets:
-        assert not list(packer.add(bucket, memory_of(values)))
+        assert not list(packer.add(bucket.index, memory_of(values), bucket.dtype))
         packer.keep()
     first, *_ = kept = packer.rest()
     values.zero_()
     assert [chunk.data for chunk in kept] == [to_bytes(torch.ones(16))] * 3
 
-    list(packer.add(buckets[0], first.data))
+    list(packer.add(0, first.data, torch.float32))
     packer.keep()
     again = packer._chunks[0].data
-    list(packer.add(buckets[1], memory_of(values)))
+    list(packer.add(1, memory_of(values), torch.float32))
     packer.keep()
     assert packer._chunks[0].data is again

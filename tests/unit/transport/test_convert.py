@@ -44,8 +44,11 @@ SMALL = frozenset(
         "bucket",
         "group",
         "missing_trainers",
+        "num_missing_replicas",
         "num_trainers",
         "rank",
+        "replicas",
+        "shard",
         "tensor",
         "waiting_for_ranks",
         "world_size",
@@ -217,7 +220,7 @@ def test_a_norm_that_nobody_asked_for_is_not_a_norm_of_zero(value):
     result = dataclasses.replace(Samples(full=True).of(StepResult), grad_norm=value)
     assert convert.outcome_from_proto(over_the_wire(convert.outcome_to_proto(result))).grad_norm == value
     decision = dataclasses.replace(Samples(full=True).of(core.Decision), grad_norm=value, clip_value=value)
-    apply = core.Apply(model="m", epoch=1, decision=decision)
+    apply = core.Apply(model="m", shard=0, epoch=1, decision=decision)
     assert convert.command_from_proto(over_the_wire(convert.command_to_proto(apply))) == apply
 
 

@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
     clock.pauses = []
     monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=clock.now_s))
-    monkeypatch.setattr(deadline_module, "asyncio", SimpleNamespace(sleep=sleep))
+    clock.sleep = sleep
     monkeypatch.setattr(deadline_module, "random", SimpleNamespace(uniform=lambda low, high: high))
     return clock
 
@@ -44,8 +44,15 @@ class Attempts:
         return "done"
 
 
-def run(attempts, timeout_s=10.0):
-    return asyncio.run(retry(attempts, deadline=Deadline(timeout_s), what="joining the coordinator at host:1"))
+@pytest.fixture
+def run(clock):
+    """Makes attempts, with that clock between two of them."""
+
+    def run(attempts, timeout_s=10.0):
+        what = "joining the coordinator at host:1"
+        return asyncio.run(retry(attempts, deadline=Deadline(timeout_s), what=what, pause=clock.sleep))
+
+    return run
 
 
 def test_a_deadline_counts_down_and_stops_at_zero(clock):
@@ -56,21 +63,21 @@ def test_a_deadline_counts_down_and_stops_at_zero(clock):
     assert (deadline.remaining_s(), deadline.elapsed_s()) == (0.0, 6.0)
 
 
-def test_an_attempt_that_succeeds_is_made_once_and_told_what_is_left(clock):
+def test_an_attempt_that_succeeds_is_made_once_and_told_what_is_left(clock, run):
     attempts = Attempts(None)
     assert run(attempts) == "done"
     assert attempts.remaining == [10.0]
     assert clock.pauses == []
 
 
-def test_failures_that_may_pass_are_repeated_until_one_succeeds(clock):
+def test_failures_that_may_pass_are_repeated_until_one_succeeds(clock, run):
     attempts = Attempts(ServerUnavailable("a"), RankTaken("b"), None)
     assert run(attempts) == "done"
     assert attempts.remaining == pytest.approx([10.0, 10.0 - clock.pauses[0], 10.0 - sum(clock.pauses)])
 
 
 @pytest.mark.parametrize("error", [LayoutMismatch("a"), DeadlineExceeded("b"), ValueError("c")], ids=repr)
-def test_failures_that_repeating_cannot_mend_are_raised_at_once(clock, error):
+def test_failures_that_repeating_cannot_mend_are_raised_at_once(clock, error, run):
     attempts = Attempts(error)
     with pytest.raises(type(error)) as raised:
         run(attempts)
@@ -78,7 +85,7 @@ def test_failures_that_repeating_cannot_mend_are_raised_at_once(clock, error):
     assert len(attempts.remaining) == 1
 
 
-def test_pauses_grow_to_their_limit(clock):
+def test_pauses_grow_to_their_limit(clock, run):
     with pytest.raises(ServerUnavailable):
         run(Attempts(ServerUnavailable("down")), timeout_s=60.0)
     expected = FIRST_BACKOFF_S
@@ -88,7 +95,7 @@ def test_pauses_grow_to_their_limit(clock):
     assert clock.pauses[-2] == LONGEST_BACKOFF_S
 
 
-def test_the_last_pause_ends_at_the_deadline_and_no_attempt_follows(clock):
+def test_the_last_pause_ends_at_the_deadline_and_no_attempt_follows(clock, run):
     attempts = Attempts(ServerUnavailable("down"))
     with pytest.raises(ServerUnavailable):
         run(attempts, timeout_s=7.0)
@@ -96,7 +103,7 @@ def test_the_last_pause_ends_at_the_deadline_and_no_attempt_follows(clock):
     assert len(attempts.remaining) == len(clock.pauses)
 
 
-def test_an_attempt_that_used_up_the_time_is_the_last(clock):
+def test_an_attempt_that_used_up_the_time_is_the_last(clock, run):
     attempts = Attempts(ServerUnavailable("down"), clock=clock, lasting_s=10.0)
     with pytest.raises(ServerUnavailable):
         run(attempts)
@@ -106,12 +113,12 @@ def test_an_attempt_that_used_up_the_time_is_the_last(clock):
 @pytest.mark.parametrize(
     ("last", "raised"), [(ServerUnavailable("no route"), ServerUnavailable), (RankTaken("rank 0"), DeadlineExceeded)]
 )
-def test_at_the_deadline_the_last_failure_is_named(clock, last, raised):
+def test_at_the_deadline_the_last_failure_is_named(clock, last, raised, run):
     with pytest.raises(raised, match=f"joining the coordinator at host:1: gave up after 3 s; last failure: {last}"):
         run(Attempts(ServerUnavailable("first"), last), timeout_s=3.0)
 
 
-def test_a_long_wait_is_mentioned_once(clock, caplog):
+def test_a_long_wait_is_mentioned_once(clock, caplog, run):
     with caplog.at_level(logging.WARNING), pytest.raises(ServerUnavailable):
         run(Attempts(ServerUnavailable("down")), timeout_s=30.0)
     (record,) = caplog.records
@@ -119,7 +126,7 @@ def test_a_long_wait_is_mentioned_once(clock, caplog):
     assert "down" in record.getMessage()
 
 
-def test_a_short_wait_is_not_mentioned(clock, caplog):
+def test_a_short_wait_is_not_mentioned(clock, caplog, run):
     attempts = Attempts(*[ServerUnavailable("down")] * 3, None)
     with caplog.at_level(logging.WARNING):
         run(attempts)
@@ -127,7 +134,7 @@ def test_a_short_wait_is_not_mentioned(clock, caplog):
     assert caplog.records == []
 
 
-def test_pauses_are_random_so_that_clients_do_not_return_all_at_once(clock, monkeypatch):
+def test_pauses_are_random_so_that_clients_do_not_return_all_at_once(clock, monkeypatch, run):
     asked = []
 
     def uniform(low, high):

@@ -29,12 +29,13 @@ MAX_STALENESS_SHOWN = 1024
 
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
-    """A commit; `offer` once every shard has it."""
+    """A commit; `offer` once every shard has it. `again`: it was in a plan that was given up; later ones wait for it."""
 
     commit: CommitInfo
     shards: set[int] = field(default_factory=set)
     offer: Offer | None = None
     since_s: float = 0.0
+    again: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,8 +54,12 @@ class _Expected:
     @property
     def waiting(self) -> _Waiting | None:
         """The first commit that every shard has."""
-        whole = (self.commits[step] for step in sorted(self.commits) if self.commits[step].offer is not None)
-        return next(whole, None)
+        for step in sorted(self.commits):
+            if self.commits[step].offer is not None:
+                return self.commits[step]
+            if self.commits[step].again:
+                break
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,7 @@ class _Before:
     trainer_id: int
     settled_step: int
     told_round: int
+    commit: CommitInfo | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,8 +254,7 @@ class RoundBook:
 
     def shard_lost(self, shard: int) -> None:
         """A shard's primary is gone, and with it every commit that was in no round; trainers push these again."""
-        taken = [each.waiting for each in self._preparing.taken] if self._preparing is not None else []
-        for waiting in [*self._commits(), *taken]:
+        for waiting in self._commits():
             if shard in waiting.shards:
                 waiting.shards.discard(shard)
                 waiting.offer = None
@@ -281,6 +286,8 @@ class RoundBook:
             if trainer is not None:
                 trainer.settled_step, trainer.told_round = before.settled_step, before.told_round
                 trainer.clock -= 1
+                if before.commit is not None:
+                    trainer.commits[before.commit.step] = _Waiting(commit=before.commit, again=True)
 
     # A coordinator that goes on for another one
 
@@ -395,7 +402,7 @@ class RoundBook:
     def lag_of(self, trainer_id: int) -> int:
         """Rounds decided since a trainer was last told what became of a step; 0 for one that is not expected."""
         trainer = self._expected.get(trainer_id)
-        return self.round - trainer.told_round if trainer else 0
+        return max(0, self.round - trainer.told_round) if trainer else 0
 
     def statistics(self) -> RoundStatistics:
         """Counts since the model was registered."""
@@ -500,11 +507,13 @@ class RoundBook:
         for contribution in decision.contributions:
             trainer = self._expected.get(contribution.trainer_id)
             if trainer is not None:
+                waiting = trainer.commits.get(contribution.step)
                 before.append(
                     _Before(
                         trainer_id=contribution.trainer_id,
                         settled_step=trainer.settled_step,
                         told_round=trainer.told_round,
+                        commit=waiting.commit if waiting is not None else None,
                     )
                 )
                 self._settle(trainer, contribution.step)

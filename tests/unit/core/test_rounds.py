@@ -957,6 +957,12 @@ def prepare_next(book, *trainers, step, shards=SHARDS, **about):
     return plan
 
 
+def promote(book, shard, round_number, attempt):
+    """A replica goes on; a plan that it lacks is given up, as the coordinator does."""
+    if book.shard_promoted(shard, round_number, attempt):
+        book.give_up()
+
+
 def where(book, *trainers):
     """What a plan changes and giving it up must restore."""
     about = [
@@ -996,7 +1002,7 @@ def test_commits_of_a_lost_shard_must_be_repeated():
     commit_everywhere(book, 11, 1)
     assert book.advance(0.0) == []
     assert book.waiting_for(0.0) == [0]
-    book.shard_promoted(1, 0, 0)
+    promote(book, 1, 0, 0)
     book.committed(committed(0, 10, 1), 0.0)
     assert book.advance(0.0) == []
     book.committed(committed(1, 10, 1), 0.0)
@@ -1008,7 +1014,7 @@ def test_commits_of_the_shards_that_are_left_need_not_be_repeated():
     book = replicated_book(10)
     book.committed(committed(0, 10, 1), 0.0)
     book.shard_lost(1)
-    book.shard_promoted(1, 0, 0)
+    promote(book, 1, 0, 0)
     book.committed(committed(1, 10, 1), 0.0)
     assert len(book.advance(0.0)) == 1
 
@@ -1017,7 +1023,7 @@ def test_a_plan_that_the_promoted_replica_has_is_completed():
     book = replicated_book(10, 11)
     plan = prepare_next(book, 10, 11, step=1, shards=[0])
     book.shard_lost(1)
-    book.shard_promoted(1, 0, plan.attempt)
+    promote(book, 1, 0, plan.attempt)
     assert book.advance(0.0) == []
     assert book.outstanding(0) == []
     assert book.outstanding(1) == [plan]
@@ -1032,7 +1038,7 @@ def test_what_the_lost_shard_had_answered_is_asked_again():
     book.shard_lost(1)
     book.prepared(prepared(0, 1, attempt=plan.attempt))
     assert book.advance(0.0) == []
-    book.shard_promoted(1, 0, plan.attempt)
+    promote(book, 1, 0, plan.attempt)
     book.prepared(prepared(1, 1, attempt=plan.attempt))
     assert decide(book) == plan.plan
 
@@ -1049,12 +1055,12 @@ def test_a_plan_that_the_promoted_replica_lacks_is_given_up_and_planned_again_wi
     book.prepared(prepared(0, 2, attempt=plan.attempt))
     book.shard_lost(1)
     assert book.advance(0.0) == []
-    book.shard_promoted(1, 1, held)
+    promote(book, 1, 1, held)
     assert where(book, 10, 11) == before
     assert book.advance(0.0) == []
     assert book.waiting_for(0.0) == [0, 1]
     for trainer in (10, 11):
-        book.committed(committed(1, trainer, 2, base_round=1), 0.0)
+        commit_everywhere(book, trainer, 2)
     (again,) = book.advance(0.0)
     assert again.attempt > plan.attempt
     assert again.plan == plan.plan
@@ -1072,8 +1078,8 @@ def test_a_trainer_that_ended_meanwhile_is_not_in_the_plan_that_is_made_again():
     prepare_next(book, 10, 11, step=1, shards=[0])
     book.remove(11)
     book.shard_lost(1)
-    book.shard_promoted(1, 0, 0)
-    book.committed(committed(1, 10, 1), 0.0)
+    promote(book, 1, 0, 0)
+    commit_everywhere(book, 10, 1)
     (again,) = book.advance(0.0)
     assert members(again.plan) == [(10, 1)]
 
@@ -1084,7 +1090,7 @@ def test_a_decided_round_is_told_to_a_promoted_replica_that_has_it_only_prepared
     decision = decide(book)
     book.applied(0, 1)
     book.shard_lost(1)
-    book.shard_promoted(1, 0, plan.attempt)
+    promote(book, 1, 0, plan.attempt)
     assert book.outstanding(1) == [decision]
     assert book.round == 1
     book.applied(1, 1)
@@ -1101,10 +1107,10 @@ def test_a_promoted_replica_that_is_behind_is_told_again_what_the_lost_primary_h
         book.applied(0, step)
     plan = prepare_next(book, 10, step=3, shards=[])
     book.shard_lost(1)
-    book.shard_promoted(1, 1, 2)
+    promote(book, 1, 1, 2)
     assert book.round == 2  # the third round was given up: this replica cannot have it
     assert book.outstanding(1) == decisions[1:]
-    book.committed(committed(1, 10, 3, base_round=2), 0.0)
+    commit_everywhere(book, 10, 3)
     (again,) = book.advance(0.0)
     assert (again.plan.round, again.attempt) == (plan.plan.round, plan.attempt + 1)
     assert book.outstanding(1) == [*decisions[1:], again]
@@ -1116,7 +1122,7 @@ def test_a_shard_that_is_lost_while_nothing_is_under_way_changes_nothing():
     decide(book)
     before = where(book, 10)
     book.shard_lost(0)
-    book.shard_promoted(0, 1, 0)
+    promote(book, 0, 1, 0)
     assert where(book, 10) == before
     prepare_next(book, 10, step=2)
     assert members(decide(book)) == [(10, 2)]
@@ -1130,9 +1136,10 @@ def test_a_step_that_was_committed_ahead_waits_behind_the_one_that_is_planned_ag
     (plan,) = book.advance(0.0)
     assert members(plan.plan) == [(10, 1)]
     book.shard_lost(0)
-    book.shard_promoted(0, 0, 0)
-    commit_everywhere(book, 10, 2, shards=[0])
-    commit_everywhere(book, 10, 1, shards=[0])
+    promote(book, 0, 0, 0)
+    commit_everywhere(book, 10, 2)
+    assert book.advance(0.0) == []
+    commit_everywhere(book, 10, 1)
     decisions = []
     while news := book.advance(0.0):
         decisions += [each for each in news if isinstance(each, Decision)]
@@ -1148,7 +1155,7 @@ def test_a_replica_that_goes_on_with_a_plan_lacks_its_commits_if_that_is_given_u
     plan = prepare_next(book, 10, step=1)
     for shard, held in ((0, plan.attempt), (1, 0)):
         book.shard_lost(shard)
-        book.shard_promoted(shard, 0, held)
+        promote(book, shard, 0, held)
     book.committed(committed(1, 10, 1), 0.0)
     assert book.advance(0.0) == []
     book.committed(committed(0, 10, 1), 0.0)

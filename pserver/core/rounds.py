@@ -215,12 +215,14 @@ class RoundBook:
         if waiting.offer is not None or not waiting.shards >= self._applied.keys():
             return False
         self._num_arrived += 1
-        # A round of the future is what no trainer can have seen.
-        base_round = max(0, min(report.commit.base_round, self.round))
-        waiting.offer = Offer(base_round=base_round, arrival=self._num_arrived)
+        waiting.offer = self._offer(waiting.commit, self._num_arrived)
         waiting.since_s = now_s
         trainer.latest = waiting.commit
         return True
+
+    def _offer(self, commit: CommitInfo, arrival: int) -> Offer:
+        # A round of the future is what no trainer can have seen.
+        return Offer(base_round=max(0, min(commit.base_round, self.round)), arrival=arrival)
 
     def refusal_of(self, report: Committed) -> Refusal | None:
         """What a shard must hear again: it has everything of a step that was refused when others had it."""
@@ -303,6 +305,10 @@ class RoundBook:
                 self._resume_trainer(progress)
         for trainer in self._expected.values():
             trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.settled_step}
+        for waiting in self._commits():
+            # They were reported before the round was known.
+            if waiting.offer is not None:
+                waiting.offer = self._offer(waiting.commit, waiting.offer.arrival)
         plans = [
             state.plan
             for state in states.values()

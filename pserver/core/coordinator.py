@@ -400,8 +400,9 @@ class Coordinator:
             self._keep_model(model)
             self._set_replicas(model, group)
         elif isinstance(report, ReplicaFenced):
-            group.fenced(server, report.position)
-            self._elect(model, group)
+            if group.electing:  # else it is a repeat, and there is a primary
+                group.fenced(server, report.position)
+                self._elect(model, group)
         elif isinstance(report, ShardFailed):
             self._remove_replica(model, group, replica, f"could not {report.failure}", now_s)
 
@@ -530,14 +531,15 @@ class Coordinator:
         logger.error("server %s at %s was lost: %s", server.name, server.address, why)
         for model in list(self._models.values()):
             for group in model.groups if model.state is not ModelState.FAILED else ():
+                electing = group.electing
                 replica = group.remove(server.name)
                 if replica is not None:
                     self._keep_model(model)
-                if replica is not None and group.electing:
+                if replica is not None and electing:
                     self._elect(model, group)
                 elif replica is not None:
                     self._set_replicas(model, group)
-                if server.name == group.primary and not group.electing:
+                if server.name == group.primary and not electing:
                     self._primary_lost(model, group, f"server {server.name} at {server.address} was lost: {why}")
 
     def _primary_lost(self, model: Model, group: ShardGroup, why: str) -> None:
@@ -652,11 +654,12 @@ class Coordinator:
         """A replica counts no more; if its server lives, it may get another one later."""
         name = model.spec.name
         logger.error("model %s: the replica of shard %d on %s is given up: %s", name, group.shard, replica.server, why)
+        electing = group.electing
         group.remove(replica.server)
         self._keep_model(model)
         self._servers.failed_replica(replica.server, now_s)
         self._tell(replica.server, DropShard(model=name, shard=group.shard, epoch=group.epoch))
-        if group.electing:
+        if electing:
             self._elect(model, group)
         else:
             self._set_replicas(model, group)

@@ -264,7 +264,7 @@ class RoundBook:
             round_number: the last that it has applied.
             attempt: of the plan of the next round that it has; 0: none.
         """
-        self._applied[shard] = round_number
+        # Other replicas may lack its last rounds: what every copy has is what the lost primary reported.
         preparing = self._preparing
         held = (round_number + 1, attempt) if attempt else None
         if preparing is None:
@@ -297,9 +297,10 @@ class RoundBook:
         self.round = max(state.round for state in states.values())
         self.version = max(state.version for state in states.values() if state.round == self.round)
         known = {decision.round: decision for state in states.values() for decision in state.decisions}
-        self._applied = {shard: state.round for shard, state in states.items()}
-        slowest = min(self._applied.values())
-        self._outstanding = deque(known[each] for each in sorted(known) if each > slowest)
+        # Not what they have applied: their replicas may lack that.
+        settled = max((each.settled for each in known.values()), default=self.round)
+        self._applied = dict.fromkeys(states, settled)
+        self._outstanding = deque(known[each] for each in sorted(known) if each > settled)
         for state in states.values():
             for progress in state.trainers:
                 self._resume_trainer(progress)

@@ -712,6 +712,8 @@ class Coordinator:
             self._set_replicas(model, group)
             if group.created and model.states is None:
                 self._tell_rounds(model, group)
+                if not model.rounds.preparing:  # it may have missed that a plan was given up
+                    self._tell(server, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))
 
     def _tell(self, server: str, command: Command) -> None:
         if self._servers.hears(server):

@@ -346,6 +346,11 @@ class RoundBook:
     # Deciding
 
     @property
+    def preparing(self) -> bool:
+        """Whether there is a plan that is not decided."""
+        return self._preparing is not None
+
+    @property
     def undecided(self) -> bool:
         """Whether a gradient waits for its round, so that time alone may decide it."""
         return any(each.waiting is not None for each in self._expected.values())

@@ -618,7 +618,8 @@ class Coordinator:
     def _abandon_plan(self, model: Model) -> None:
         """The round that is prepared cannot be: every shard has its commits wait again, and reports them."""
         for group in model.groups:
-            if not group.electing:
+            # Whoever is not the primary yet may have a plan that is decided, and is told of it first.
+            if group.created and not group.electing:
                 self._tell(group.primary, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))
 
     def _tell_rounds(self, model: Model, group: ShardGroup) -> None:

@@ -7,7 +7,7 @@ that travels waits in a queue until somebody delivers it, one message at a time.
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,19 @@ NUM_ELEMENTS = 64
 OPTIONS = ({"lr": 1.0, "momentum": 1.0},)
 #: More events than that without any time going by go on for ever.
 MOST_EVENTS = 20_000
+#: Where this model does what the real server should do, and does not yet (or did not when this was written).
+FIXES = frozenset(
+    {
+        "abandon-bypasses",  # CoordinatorHost.changed: AbandonPlan goes out in order with Prepare and Apply
+        "held-for-link",  # CoordinatorHost.changed: held commands are for the link that was there, not for a later one
+        "says-again",  # ShardHost.reports: ReplicaCaughtUp and ReplicaFailed are said again on a new link
+        "shown-before",  # Follower._bring_state: caught up once it has what was shown before it counted
+        "one-stream",  # ReplicaService.follow: an older stream to a replica brings nothing once there is a newer one
+        "followers-first",  # ShardHost._promote: replicas are admitted before the promotion appends to the log
+        "prepared-with-state",  # ShardLog: a plan that came with the state counts as prepared at that entry
+        "living-anew",  # ShardHost.drop_all: trainers are not known rather than ended
+    }
+)
 #: What a healed cluster may take to come to rest: rounds of all that can happen, then a tick.
 MAX_TICKS = 600
 
@@ -194,7 +207,8 @@ class Reference:
 class Copy:
     """One copy of a shard. See `HostedShard`."""
 
-    def __init__(self, command: CreateShard) -> None:
+    def __init__(self, command: CreateShard, *, fixed_log: bool) -> None:
+        self.fixed_log = fixed_log
         layout = command.spec.layout()
         self.log = ShardLog(layout.part(command.runs), Changed(), shared_memory=False)
         self.shard = Shard(command, layout, None, self.log.reduced)
@@ -233,6 +247,8 @@ class Copy:
         change = arrived.change
         if isinstance(change, Bookkeeping):
             self.log.entries.begin_at(arrived.position)
+            if self.fixed_log:
+                self.log._prepared = arrived.position
         if arrived.index and not self.log.store(arrived):
             return
         self.shard.redo(change)
@@ -287,6 +303,8 @@ class Server:
                 self._leave(copy)
             self.copies = {}
             self.living = set()
+            if "living-anew" in self.world.fixes:
+                self.highest_id = 0
             self.incarnation = self.world.next_number()
 
     @property
@@ -314,7 +332,7 @@ class Server:
             for copy in self.copies.values():
                 for report in copy.reports():
                     self.report(report)
-                for follower in copy.followers.values():
+                for follower in copy.followers.values() if "says-again" in self.world.fixes else ():
                     follower.report_again()
 
     def handle(self, command: Command) -> None:
@@ -367,7 +385,7 @@ class Server:
             if known.shard.epoch == command.epoch:
                 return
             self._leave(known)
-        self.copies[command.shard] = Copy(command)
+        self.copies[command.shard] = Copy(command, fixed_log="prepared-with-state" in self.world.fixes)
         self.report(ShardCreated(model=MODEL, shard=command.shard, epoch=command.epoch))
 
     def _apply(self, copy: Copy, decision: Decision) -> None:
@@ -396,7 +414,7 @@ class Server:
             self.report(replace(applied, epoch=copy.shard.epoch))
 
     def _promote(self, copy: Copy, command: Promote) -> None:
-        if self.world.fixed:  # what is appended from here on must be kept for them
+        if "followers-first" in self.world.fixes:  # what is appended from here on must be kept for them
             self._set_replicas(copy, command.replicas, in_sync=True)
         if copy.is_replica:
             assert copy.shard.ready, f"{self.name} goes on with shard {command.shard} without its state"
@@ -492,7 +510,7 @@ class Stream:
             arrived = Arrived(index=0, released=0, position=number, change=change)
         self.server.world.note(f"replica of shard {self.shard} on {self.server.name} takes {_short(arrived)}")
         copy = self._copy
-        superseded = copy.stream is not self and self.server.world.fixed
+        superseded = copy.stream is not self and "one-stream" in self.server.world.fixes
         if superseded or copy.gone or not copy.is_replica or copy.shard.epoch != self.epoch:
             self._refuse(_Refused(True, "another primary has been named"))
             return
@@ -663,7 +681,7 @@ class Follower(Listener):
     def catches_up_at(self) -> int:
         """The entry that a replica must have before it is in sync, when it begins to count."""
         # What was shown before it counted, it must have as well.
-        return self.copy.log.entries.position if self.server.world.fixed else 0
+        return self.copy.log.entries.position if "shown-before" in self.server.world.fixes else 0
 
 
 def _copied(change: Any) -> Any:
@@ -702,19 +720,21 @@ class Host:
         )
         self.core.restore(world.kept, world.now_s)
         self.links: dict[str, Link] = {}
-        self.outbox: deque[tuple[dict[str, bytes | None], list[tuple[str, Command]]]] = deque()
+        self.outbox: deque[tuple[dict[str, bytes | None], list[tuple[str, Link | None, Command]]]] = deque()
         self.num_enqueued = self.num_kept = 0
 
     def changed(self) -> None:
         """Sends what may be sent."""
         writes, commands = self.core.take_writes(), self.core.take_commands()
         waits = bool(writes or self.outbox)
-        held: list[tuple[str, Command]] = []
+        held: list[tuple[str, Link | None, Command]] = []
         for server, command in commands:
             assert not isinstance(command, FailModel), command.reason
-            bypass = (Prepare, Apply, Reject, AbandonPlan) if self._world.fixed else (Prepare, Apply, Reject)
+            bypass: tuple[type, ...] = (Prepare, Apply, Reject)
+            if "abandon-bypasses" in self._world.fixes:
+                bypass = (*bypass, AbandonPlan)
             if waits and not isinstance(command, bypass):
-                held.append((server, command))
+                held.append((server, self.links.get(server), command))
             else:
                 self._send(server, command)
         if writes or held:
@@ -727,8 +747,9 @@ class Host:
         self._world.kept = {key: data for key, data in {**self._world.kept, **writes}.items() if data is not None}
         self._world.note(f"kept {sorted(writes)}")
         self.num_kept += 1
-        for server, command in commands:
-            self._send(server, command)
+        for server, link, command in commands:
+            if link is self.links.get(server) or "held-for-link" not in self._world.fixes:
+                self._send(server, command)
 
     def _send(self, server: str, command: Command) -> None:
         if (link := self.links.get(server)) is not None:
@@ -898,12 +919,13 @@ class World:
 
     Args:
         setup: what it trains.
-        fixed: whether servers do what they should, where the real ones do not yet.
+        fixes: see `FIXES`.
     """
 
-    def __init__(self, setup: Setup, *, fixed: bool = True) -> None:
+    def __init__(self, setup: Setup, *, fixes: Set[str] = FIXES) -> None:
         self.setup = setup
-        self.fixed = fixed
+        self.fixes = fixes
+        self.holds: Callable[[str, object], bool] = lambda name, message: False
         self.now_s = 0.0
         self.kept: dict[str, bytes] = {}
         self.trace: list[str] = []
@@ -979,13 +1001,13 @@ class World:
             found.append(self.host.keep)
         for name, server in self.servers.items():
             link = self.host.links.get(name)
-            if link is not None and link.up:
+            if link is not None and link.up and not self.holds(name, link.up[0]):
                 found.append(lambda name=name: self.host.hear(name))
             if link is not None and (not server.alive or server.link is not link):
                 found.append(lambda name=name: self.host.close(name))
             if not server.alive:
                 continue
-            if server.link is not None and server.link.down:
+            if server.link is not None and server.link.down and not self.holds(name, server.link.down[0]):
                 found.append(server.hear)
             if not server.linked and not server.cut_off:
                 found.append(server.relink)
@@ -1002,6 +1024,9 @@ class World:
         self.streams = [each for each in self.streams if each.follower is not None or each.requests]
         found: list[Callable[[], Any]] = []
         for stream in self.streams:
+            first = stream.requests[0] if stream.requests else None
+            if self.holds(stream.server.name, first.change if isinstance(first, Entry) else first):
+                continue
             if stream.requests or (stream._copy is None and not stream.replies) or stream.broken:
                 found.append(stream.deliver)
             if stream.replies and stream.follower is not None:

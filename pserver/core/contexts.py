@@ -1,6 +1,6 @@
 """Gradients of one forward/backward pass, kept on a shard until a round takes them."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ class GradientContext:
     """Gradients summed over every push into one context, and the buffers of the last; `commit`: it is complete.
 
     `absent` are the tensors that had no gradient in any push. `lent`: the last push is read where its trainer wrote it;
-    tells whether it still lies there.
+    tells whether it still lies there. `acknowledged`: what it had before the push that completed it, as `buckets` and
+    `absent`; replicas have that.
     """
 
     trainer_id: int
@@ -28,6 +29,14 @@ class GradientContext:
     commit: CommitInfo | None = None
     push_id: PushId | None = None
     lent: Callable[[], bool] | None = None
+    acknowledged: tuple[dict[int, torch.Tensor], Set[int]] | None = None
+
+    @property
+    def replicated(self) -> tuple[dict[int, torch.Tensor], Set[int]] | None:
+        """What its trainer does not push again: all but the push that completed it."""
+        if self.commit is not None:
+            return self.acknowledged
+        return None if self.absent is None else (self.buckets, self.absent)
 
     def add_(
         self,
@@ -140,9 +149,8 @@ class ContextTable:
         if context.commit is not None:
             self._committed[context.trainer_id, context.commit.step] = context
 
-    def uncommitted(self) -> list[GradientContext]:
-        """Contexts that are not complete."""
-        return [each for each in self._contexts.values() if each.commit is None]
+    def __iter__(self) -> Iterator[GradientContext]:
+        return iter(self._contexts.values())
 
     def end_trainer(self, trainer_id: int) -> None:
         """Frees every context of a trainer."""

@@ -400,8 +400,9 @@ class Coordinator:
             self._keep_model(model)
             self._set_replicas(model, group)
         elif isinstance(report, ReplicaFenced):
-            group.fenced(server, report.position)
-            self._elect(model, group)
+            if group.electing:  # else it is a repeat, and there is a primary
+                group.fenced(server, report.position)
+                self._elect(model, group)
         elif isinstance(report, ShardFailed):
             self._remove_replica(model, group, replica, f"could not {report.failure}", now_s)
 
@@ -530,14 +531,15 @@ class Coordinator:
         logger.error("server %s at %s was lost: %s", server.name, server.address, why)
         for model in list(self._models.values()):
             for group in model.groups if model.state is not ModelState.FAILED else ():
+                electing = group.electing
                 replica = group.remove(server.name)
                 if replica is not None:
                     self._keep_model(model)
-                if replica is not None and group.electing:
+                if replica is not None and electing:
                     self._elect(model, group)
                 elif replica is not None:
                     self._set_replicas(model, group)
-                if server.name == group.primary and not group.electing:
+                if server.name == group.primary and not electing:
                     self._primary_lost(model, group, f"server {server.name} at {server.address} was lost: {why}")
 
     def _primary_lost(self, model: Model, group: ShardGroup, why: str) -> None:
@@ -617,7 +619,8 @@ class Coordinator:
     def _abandon_plan(self, model: Model) -> None:
         """The round that is prepared cannot be: every shard has its commits wait again, and reports them."""
         for group in model.groups:
-            if not group.electing:
+            # Whoever is not the primary yet may have a plan that is decided, and is told of it first.
+            if group.created and not group.electing:
                 self._tell(group.primary, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))
 
     def _tell_rounds(self, model: Model, group: ShardGroup) -> None:
@@ -653,11 +656,12 @@ class Coordinator:
         """A replica counts no more; if its server lives, it may get another one later."""
         name = model.spec.name
         logger.error("model %s: the replica of shard %d on %s is given up: %s", name, group.shard, replica.server, why)
+        electing = group.electing
         group.remove(replica.server)
         self._keep_model(model)
         self._servers.failed_replica(replica.server, now_s)
         self._tell(replica.server, DropShard(model=name, shard=group.shard, epoch=group.epoch))
-        if group.electing:
+        if electing:
             self._elect(model, group)
         else:
             self._set_replicas(model, group)
@@ -710,6 +714,8 @@ class Coordinator:
             self._set_replicas(model, group)
             if group.created and model.states is None:
                 self._tell_rounds(model, group)
+                if not model.rounds.preparing:  # it may have missed that a plan was given up
+                    self._tell(server, AbandonPlan(model=model.spec.name, shard=group.shard, epoch=group.epoch))
 
     def _tell(self, server: str, command: Command) -> None:
         if self._servers.hears(server):

@@ -93,7 +93,7 @@ class Log(Generic[C]):
 
     def begin_at(self, index: int) -> None:
         """The state is that after this entry; whatever was known is of no more use."""
-        self.position = index
+        self.position = self.required = index
         self._entries.clear()
 
     def store(self, entry: Entry[C], released: int) -> bool:

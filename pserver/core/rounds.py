@@ -221,12 +221,14 @@ class RoundBook:
         if waiting.offer is not None or not waiting.shards >= self._applied.keys():
             return False
         self._num_arrived += 1
-        # A round of the future is what no trainer can have seen.
-        base_round = max(0, min(report.commit.base_round, self.round))
-        waiting.offer = Offer(base_round=base_round, arrival=self._num_arrived)
+        waiting.offer = self._offer(waiting.commit, self._num_arrived)
         waiting.since_s = now_s
         trainer.latest = waiting.commit
         return True
+
+    def _offer(self, commit: CommitInfo, arrival: int) -> Offer:
+        # A round of the future is what no trainer can have seen.
+        return Offer(base_round=max(0, min(commit.base_round, self.round)), arrival=arrival)
 
     def refusal_of(self, report: Committed) -> Refusal | None:
         """What a shard must hear again: it has everything of a step that was refused when others had it."""
@@ -268,7 +270,7 @@ class RoundBook:
             round_number: the last that it has applied.
             attempt: of the plan of the next round that it has; 0: none.
         """
-        self._applied[shard] = round_number
+        # Other replicas may lack its last rounds: what every copy has is what the lost primary reported.
         preparing = self._preparing
         held = (round_number + 1, attempt) if attempt else None
         if preparing is None:
@@ -303,14 +305,19 @@ class RoundBook:
         self.round = max(state.round for state in states.values())
         self.version = max(state.version for state in states.values() if state.round == self.round)
         known = {decision.round: decision for state in states.values() for decision in state.decisions}
-        self._applied = {shard: state.round for shard, state in states.items()}
-        slowest = min(self._applied.values())
-        self._outstanding = deque(known[each] for each in sorted(known) if each > slowest)
+        # Not what they have applied: their replicas may lack that.
+        settled = max((each.settled for each in known.values()), default=self.round)
+        self._applied = dict.fromkeys(states, settled)
+        self._outstanding = deque(known[each] for each in sorted(known) if each > settled)
         for state in states.values():
             for progress in state.trainers:
                 self._resume_trainer(progress)
         for trainer in self._expected.values():
             trainer.commits = {step: each for step, each in trainer.commits.items() if step > trainer.settled_step}
+        for waiting in self._commits():
+            # They were reported before the round was known.
+            if waiting.offer is not None:
+                waiting.offer = self._offer(waiting.commit, waiting.offer.arrival)
         plans = [
             state.plan
             for state in states.values()
@@ -345,6 +352,11 @@ class RoundBook:
         return waiting is not None and shard in waiting.shards
 
     # Deciding
+
+    @property
+    def preparing(self) -> bool:
+        """Whether there is a plan that is not decided."""
+        return self._preparing is not None
 
     @property
     def undecided(self) -> bool:

@@ -333,6 +333,8 @@ class Shard:
             )
             pushed = None if dispensable and staging.empty else staging.complete()
             context = self._contexts.open(push_id.trainer_id, context_id)
+            if commit is not None and self.replicated and context.absent is not None:
+                context.acknowledged = dict(context.buckets), context.absent
             if pushed is not None:
                 if staging.lent is not None and commit is None:
                     # Its trainer writes the next push there as soon as it hears of this one.
@@ -480,8 +482,7 @@ class Shard:
             return
         here = {context.push_id for context in prepared.contexts if context.commit is not None}
         for context in prepared.contexts:
-            if context.commit is None or context.push_id is not None:
-                self._contexts.put_back(context)
+            self._contexts.put_back(context)
         for contribution, push_id in zip(prepared.change.plan.plan.contributions, prepared.push_ids, strict=True):
             if push_id is not None and push_id not in here:
                 self._outcomes.forget(push_id)
@@ -651,9 +652,7 @@ class Shard:
         """Frees everything of a trainer whose lease has ended; what it has in a round that is decided stays in it."""
         self._contexts.end_trainer(trainer_id)
         if self._prepared is not None:
-            for context in self._prepared.contexts:
-                if context.trainer_id == trainer_id:
-                    context.push_id = None
+            self._prepared.contexts = [each for each in self._prepared.contexts if each.trainer_id != trainer_id]
             self._prepared.push_ids = [
                 None if push_id is not None and push_id.trainer_id == trainer_id else push_id
                 for push_id in self._prepared.push_ids
@@ -738,14 +737,16 @@ class Shard:
     def state_parts(self) -> list[StatePart | RoundPrepared]:
         """All but the buckets, for a replica that has nothing. After them it must hear of all that happens."""
         parts: list[StatePart | RoundPrepared] = [self._bookkeeping()]
+        in_plan = self._prepared.contexts if self._prepared is not None else []
         parts += [
             ContextHeld(
                 trainer_id=context.trainer_id,
                 context_id=context.context_id,
-                gradients=dict(context.buckets),
-                absent=context.absent,
+                gradients=dict(held[0]),
+                absent=held[1],
             )
-            for context in self._contexts.uncommitted()
+            for context in (*self._contexts, *in_plan)
+            if (held := context.replicated) is not None
         ]
         if self._prepared is not None:
             parts.append(replace(self._prepared.change, push_ids=tuple(self._prepared.push_ids)))
@@ -822,7 +823,7 @@ class Shard:
         self.epoch = epoch
         self._is_replica = False
         known = {trainer_id for trainer_id, _, _ in self._outcomes.trainers()} | self._last_step.keys()
-        known |= {context.trainer_id for context in self._contexts.uncommitted()}
+        known |= {context.trainer_id for context in self._contexts}
         for trainer_id in known - living:
             self.end_trainer(trainer_id)
         return self.promotion()

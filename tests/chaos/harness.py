@@ -1,0 +1,440 @@
+"""One run: a cluster and its trainers, the faults of a schedule, and what is checked at the end."""
+
+import contextlib
+import heapq
+import logging
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import pserver
+from pserver.client.status import fetch_status
+from pserver.errors import PserverError
+from pserver.types import ClusterStatus
+from pserver.wire import shm
+from tests.chaos import checking
+from tests.chaos.network import Networks
+from tests.chaos.schedule import (
+    ETCD,
+    FAULTY_TRAINER,
+    SERVER_LEASE_S,
+    SERVERS,
+    STEADY_TRAINER,
+    TRAINER_LEASE_S,
+    Fault,
+    FaultKind,
+    Scenario,
+)
+from tests.chaos.trainer import WORLD_SIZE, share
+from tests.cluster.processes import START_S, Child, with_segments_in
+from tests.etcd_server import EtcdServer, find_etcd
+
+logger = logging.getLogger(__name__)
+
+#: Everything that must come to pass has so long, in seconds; it takes a small part of it.
+LIMIT_S = 90.0
+_POLL_S = 0.05
+_STATUS_S = 2.0
+#: Copies count as complete once the coordinator has said so for as long as it takes to miss a server.
+_STEADY_S = SERVER_LEASE_S
+#: Steps of every trainer after the last fault.
+_NUM_LAST_STEPS = 3
+_ALONE_COORDINATOR = SERVERS[0]
+_CANDIDATES = SERVERS[:2]
+
+
+C = TypeVar("C", bound=Child)
+
+
+class Violation(Exception):
+    """Something is not as it must be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a run; no violations: all is well."""
+
+    num_faults: int
+    num_updates: int
+    longest_pause_s: float
+    violations: tuple[str, ...]
+
+
+class Server(Child):
+    """One server; not ready yet when it is made."""
+
+    def __init__(self, name: str, prefix: Sequence[str], segments: Path, *arguments: str) -> None:
+        leases = ("--server-lease-s", str(SERVER_LEASE_S), "--trainer-lease-s", str(TRAINER_LEASE_S))
+        program = with_segments_in(segments, "pserver.cli.main")
+        super().__init__(name, [*prefix, *program, "serve", "--name", name, *leases, *arguments])
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens; None: it is not ready yet."""
+        ready = [line for line in self.stdout if line.startswith("pserver ready ")]
+        return dict(item.split("=", 1) for item in ready[0].split()[2:])["address"] if ready else None
+
+
+class Trainer(Child):
+    """One trainer, with its ledger."""
+
+    def __init__(self, name: str, number: int, addresses: str, policy: str, folder: Path, segments: Path) -> None:
+        self.number = number
+        self.path = folder / f"trainer-{number}.jsonl"
+        program = with_segments_in(segments, "tests.chaos.trainer")
+        super().__init__(f"{name}-{number}", [*program, addresses, str(number), str(self.path), policy])
+        #: Whether its end is one of the faults.
+        self.killed = False
+
+    def ledger(self) -> checking.Ledger:
+        return checking.Ledger.read(self.number, self.path)
+
+
+class Run:
+    """Processes of one run; use it in a `with` block, at the end of which they have ended.
+
+    Args:
+        scenario: what is trained, and how servers find each other.
+        folder: for what servers and trainers write.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self._scenario = scenario
+        self._folder = folder
+        self._resources = contextlib.ExitStack()
+        self.children: list[Child] = []
+        self.servers: dict[str, Server] = {}
+        self.trainers: dict[str, Trainer] = {}
+        self._all_trainers: list[Trainer] = []
+        self._addresses: dict[str, str] = {}
+        self._gone: set[str] = set()  # servers that are killed and not started again
+        self._faulted: set[str] = set()
+        self._heals: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._stops: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._etcd: EtcdServer | None = None
+        self._networks: Networks | None = None
+
+    def __enter__(self) -> "Run":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for child in self.children:
+            child.close()
+        self._resources.close()
+
+    # Starting
+
+    def _start(self) -> None:
+        self._segments = Path(self._resources.enter_context(tempfile.TemporaryDirectory(dir=shm.DIRECTORY)))
+        if self._scenario.etcd:
+            self._etcd = EtcdServer(find_etcd(), self._folder)
+            self._resources.callback(self._etcd.stop)
+            self._etcd.start()
+        if self._scenario.partitions:
+            self._networks = Networks(SERVERS)
+            self._resources.callback(self._networks.close)
+            self._networks.start()
+        names = list(SERVERS)
+        if not self._scenario.etcd:
+            self._serve(names.pop(0))
+            self._wait_ready()
+        for name in names:
+            self._serve(name)
+        self._wait_ready()
+        self._train(STEADY_TRAINER)
+        self._train(FAULTY_TRAINER)
+        for trainer in self.trainers.values():
+            trainer.wait_for("^training$", START_S)
+        self.wait_for_copies()
+
+    def _serve(self, name: str) -> None:
+        arguments: list[str] = []
+        if name in self._addresses:
+            arguments += ["--port", self._addresses[name].rpartition(":")[2]]
+        if self._networks is not None:
+            arguments += ["--host", self._networks.host(name)]
+        if self._etcd is not None:
+            arguments += ["--coordination", f"etcd://{self._etcd.endpoint}/chaos"]
+            arguments += ["--coordinator"] if name in _CANDIDATES else []
+        elif name == _ALONE_COORDINATOR:
+            arguments += ["--coordinator", "--data-dir", str(self._folder / "coordinator")]
+        else:
+            arguments += ["--join", self._addresses[_ALONE_COORDINATOR]]
+        prefix = () if self._networks is None else self._networks.command(name)
+        self.servers[name] = self._child(Server(name, prefix, self._segments, *arguments))
+
+    def _wait_ready(self) -> None:
+        self.until(self._ready, "every server is ready")
+
+    def _ready(self) -> bool:
+        for name, server in self.servers.items():
+            if server.address is not None:
+                self._addresses[name] = server.address
+        return all(server.address is not None for name, server in self.servers.items() if name not in self._gone)
+
+    @property
+    def coordinators(self) -> str:
+        """Their addresses."""
+        names = _CANDIDATES if self._scenario.etcd else (_ALONE_COORDINATOR,)
+        return ",".join(self._addresses[each] for each in names)
+
+    def _train(self, name: str) -> None:
+        arguments = (self.coordinators, self._scenario.policy, self._folder, self._segments)
+        trainer = Trainer(name, next(self._numbers), *arguments)
+        self.trainers[name] = self._child(trainer)
+        self._all_trainers.append(trainer)
+
+    def _child(self, child: C) -> C:
+        self.children.append(child)
+        return child
+
+    # Waiting
+
+    def until(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        """Polls until a condition holds; meanwhile faults end when their time comes.
+
+        Raises:
+            Violation: it does not in time, or a process has ended that nobody has killed.
+        """
+        give_up = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > give_up:
+                raise Violation(f"not within {limit_s:g} s: {what}; {self._status_or_why_not()}")
+            self._look_after()
+            time.sleep(_POLL_S)
+
+    def rest(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        ends = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= ends, "a pause ends", seconds + LIMIT_S)
+
+    def _look_after(self) -> None:
+        while self._heals and self._heals[0][0] <= time.monotonic():
+            heapq.heappop(self._heals)[2]()
+        for name, server in self.servers.items():
+            if name not in self._faulted | self._gone and not server.alive:
+                raise Violation(f"server {name} has ended by itself")
+        for trainer in self.trainers.values():
+            if not trainer.killed and not trainer.alive and trainer.wait() != 0:
+                raise Violation(f"{trainer.name} has failed: {trainer.ledger().failure or trainer.stderr[-2000:]}")
+
+    def wait_for_copies(self) -> None:
+        """Waits until no server is missing, and no shard lacks a copy."""
+        self._wait_ready()
+        since = time.monotonic()
+
+        def complete() -> bool:
+            nonlocal since
+            status = self._status()
+            if status is None or not self._complete(status):
+                since = time.monotonic()
+            return time.monotonic() - since > _STEADY_S
+
+        self.until(complete, "every shard has its copies")
+
+    def _complete(self, status: ClusterStatus) -> bool:
+        heard = {each.name for each in status.servers if each.alive and each.silent_s < SERVER_LEASE_S / 2}
+        return heard == set(SERVERS) - self._gone and all(
+            model.state == "ready" and not any(each.num_missing_replicas or each.electing for each in model.shards)
+            for model in status.models
+        )
+
+    def _status(self) -> ClusterStatus | None:
+        try:
+            return fetch_status(self.coordinators, _STATUS_S)
+        except PserverError:
+            return None
+
+    def _status_or_why_not(self) -> str:
+        try:
+            return str(fetch_status(self.coordinators, _STATUS_S))
+        except PserverError as error:
+            return f"no status: {error}"
+
+    # Faults
+
+    def inject(self, fault: Fault) -> None:
+        """Waits for its time and until the budget allows it, and lets it happen; it ends by itself."""
+        self.rest(fault.after_s)
+        if fault.target in SERVERS:
+            # The one before has ended, and what it cost is made good.
+            self.until(lambda: not self._faulted & set(SERVERS), "the fault before has ended")
+            self.wait_for_copies()
+        else:
+            self.until(lambda: fault.target not in self._faulted, "the fault before has ended")
+        if fault.target in self.trainers:
+            trainer = self.trainers[fault.target]
+            self.until(lambda: bool(trainer.ledger().outcomes), f"{trainer.name} has trained")
+        logger.info("%s", fault)
+        self._faulted.add(fault.target)
+        begin = {FaultKind.KILL: self._kill, FaultKind.STOP: self._stop, FaultKind.PARTITION: self._cut}[fault.kind]
+        end = begin(fault.target)
+        if fault.returns:
+            heapq.heappush(self._heals, (time.monotonic() + fault.for_s, next(self._numbers_of_heals), end))
+
+    _numbers_of_heals = count()
+
+    def _kill(self, target: str) -> Callable[[], None]:
+        if target == ETCD:
+            assert self._etcd is not None
+            self._etcd.kill()
+            return lambda: self._end(target, self._etcd.start)
+        if target in SERVERS:
+            self._end_child(self.servers[target])
+            return lambda: self._end(target, lambda: self._serve(target))
+        self.trainers[target].killed = True
+        self._end_child(self.trainers[target])
+        return lambda: self._end(target, lambda: self._train(target))
+
+    def _stop(self, target: str) -> Callable[[], None]:
+        if target == ETCD:
+            assert self._etcd is not None
+            self._etcd.pause()
+            return lambda: self._end(target, self._etcd.resume)
+        child = self.servers[target] if target in SERVERS else self.trainers[target]
+        began_s = time.monotonic()
+        child.send(signal.SIGSTOP)
+
+        def go_on() -> None:
+            child.send(signal.SIGCONT)
+            if isinstance(child, Trainer):
+                self._stops[child.number].append((began_s, time.monotonic()))
+
+        return lambda: self._end(target, go_on)
+
+    def _cut(self, target: str) -> Callable[[], None]:
+        networks = self._networks
+        assert networks is not None
+        networks.cut(target)
+        return lambda: self._end(target, lambda: networks.heal(target))
+
+    def _end(self, target: str, end: Callable[[], None]) -> None:
+        end()
+        self._faulted.discard(target)
+
+    @staticmethod
+    def _end_child(child: Child) -> None:
+        child.send(signal.SIGKILL)
+        child.wait()
+
+    def kill_for_good(self, name: str) -> None:
+        """Kills a server, and expects it no more."""
+        self._gone.add(name)
+        self._end_child(self.servers[name])
+
+    # The end
+
+    def settle(self) -> None:
+        """Lets all faults end, has every trainer step again, and ends the trainers."""
+        self.until(lambda: not self._heals, "every fault has ended")
+        self.wait_for_copies()
+        living = [each for each in self.trainers.values() if not each.killed]
+        before = {each.number: len(each.ledger().outcomes) for each in living}
+        for trainer in living:
+            self.until(
+                lambda trainer=trainer: len(trainer.ledger().outcomes) >= before[trainer.number] + _NUM_LAST_STEPS,
+                f"{trainer.name} steps after the last fault",
+            )
+        for trainer in living:
+            trainer.say("stop")
+        for trainer in living:
+            self.until(lambda trainer=trainer: not trainer.alive, f"{trainer.name} ends")
+            if trainer.wait() != 0:
+                raise Violation(f"{trainer.name} has failed: {trainer.ledger().failure or trainer.stderr[-2000:]}")
+
+    def ledgers(self) -> list[checking.Ledger]:
+        return [each.ledger() for each in self._all_trainers]
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the servers hold now."""
+        with pserver.connect(self.coordinators, world_size=WORLD_SIZE, timeout_s=LIMIT_S, transport="grpc") as cluster:
+            module, _ = share(self._scenario.policy, cluster)
+            return module.slots.detach().clone(), module.dense.detach().clone()
+
+    def check(self) -> list[str]:
+        """What is wrong with values and ledgers; see checking.py."""
+        ledgers = self.ledgers()
+        slots, dense = self.values()
+        found = checking.violations(ledgers, slots, dense)
+        for ledger in ledgers:
+            if ledger.num_ended > len(self._stops[ledger.trainer]):
+                found.append(f"the lease of trainer {ledger.trainer} ended, although it was never stopped")
+        return found
+
+    def check_copies(self, order: Sequence[str]) -> list[str]:
+        """Kills these servers one after the other: whoever goes on must have the same bits."""
+        found = []
+        first = self.values()
+        for name in order:
+            self.wait_for_copies()
+            self.kill_for_good(name)
+            for what, before, after in zip(("slots", "dense"), first, self.values(), strict=True):
+                if not torch.equal(before.view(torch.int32), after.view(torch.int32)):
+                    where = (before != after).nonzero()[:4].tolist()
+                    found.append(f"{what} has other bits once {name} is gone, first at {where}")
+        return found
+
+    def longest_pause_s(self) -> float:
+        return checking.longest_pause_s(self.ledgers(), self._stops)
+
+    def check_nothing_left(self) -> list[str]:
+        """Ends all servers, and looks for what is left of them."""
+        living = [each for name, each in self.servers.items() if name not in self._gone]
+        for server in living:
+            server.send(signal.SIGTERM)
+        found = [f"server {each.name} ended with {code}" for each in living if (code := each.wait()) != 0]
+        found += [f"{child.name} still runs" for child in self.children if child.alive]
+        with _segments_in(self._segments):
+            shm.sweep()
+            found += [f"{path.name} is left in shared memory" for path in self._segments.iterdir()]
+        return found
+
+
+@contextlib.contextmanager
+def _segments_in(directory: Path) -> Iterator[None]:
+    before, shm.DIRECTORY = shm.DIRECTORY, directory
+    try:
+        yield
+    finally:
+        shm.DIRECTORY = before
+
+
+def run_schedule(scenario: Scenario, schedule: Sequence[Fault], order: Sequence[str]) -> Result:
+    """One run from its start to its end.
+
+    Args:
+        order: servers that are killed at the end, to see what their copies hold.
+    """
+    found: list[str] = []
+    num_faults, updates, pause_s = 0, 0, 0.0
+    with tempfile.TemporaryDirectory() as folder, Run(scenario, Path(folder)) as run:
+        try:
+            for fault in schedule:
+                run.inject(fault)
+                num_faults += 1
+            run.settle()
+            found += run.check()
+            found += run.check_copies(order)
+            found += run.check_nothing_left()
+        except (Violation, PserverError, AssertionError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        updates = sum(len(each.outcomes) for each in run.ledgers())
+        pause_s = run.longest_pause_s()
+        if found:
+            for child in run.children:
+                logger.error("%s", child.transcript())
+    return Result(num_faults=num_faults, num_updates=updates, longest_pause_s=pause_s, violations=tuple(found))

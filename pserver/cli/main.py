@@ -117,7 +117,7 @@ def serve(
         shared_memory=shared_memory,
         data_dir=data_dir,
         coordination=coordination,
-        stands_by=coordinator,
+        stands_by=coordinator or coordination is None,
     )
     logging.basicConfig(stream=sys.stderr, level=log_level.value, format="%(levelname)s %(name)s: %(message)s")
     with_sleeping_threads()

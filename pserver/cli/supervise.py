@@ -50,9 +50,9 @@ _THIS_SCRIPT: Final = (sys.executable, "-I", "-S", __file__)
 class Child:
     """One process of a `Supervisor`.
 
-    `command` is what it is started with again, up to `restarts` times, if a signal ends it. `exit_code` is None while it
-    runs and, as in `subprocess`, -N when signal N ended it. `last_lines` are the last `NUM_LAST_LINES` lines that it
-    wrote to stdout or stderr.
+    `command` is what it is started with again, up to `restarts` times, if a signal ends it. `exit_code` is None while
+    it runs and, as in `subprocess`, -N when signal N ended it. `last_lines` are the last `NUM_LAST_LINES` lines that
+    it wrote to stdout or stderr.
     """
 
     name: str

@@ -29,7 +29,7 @@ MAX_STALENESS_SHOWN = 1024
 
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
-    """A commit; `offer` once every shard has it. `again`: it was in a plan that was given up; later ones wait for it."""
+    """A commit; `offer` once every shard has it. `again`: a plan with it was given up, and later ones wait for it."""
 
     commit: CommitInfo
     shards: set[int] = field(default_factory=set)

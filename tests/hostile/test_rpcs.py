@@ -157,7 +157,7 @@ def _what_primaries_say(attacker: Attacker, random: Random) -> Iterator[Message]
     record = TrainerRecord(trainer_id=1, last_step=0, lowest_unacknowledged=1, outcomes={1: None})
     refused = step_result(1, accepted=False, stepped=False, reason="late")
     state: list[Change] = [
-        Bookkeeping(round=0, version=0, trainers=[record]),
+        Bookkeeping(round=0, version=0, trainers=[record], decisions=()),
         ContextHeld(trainer_id=1, context_id=9, gradients=gradients, absent=frozenset()),
         *(
             BucketHeld(bucket=each.index, round=0, master=gradients[each.index], state=(), last=each is buckets[-1])

@@ -65,13 +65,14 @@ OPTIONS = ({"lr": 0.125, "betas": (0.5, 0.75)},)
 DECISION = Decision(
     round=1 << 40,
     contributions=(
-        Contribution(trainer_id=1 << 50, rank=0, step=1 << 41, weight=3, staleness=2),
+        Contribution(trainer_id=1 << 50, rank=0, step=1 << 41, weight=3, staleness=2, clock=1 << 40),
         Contribution(trainer_id=6, rank=1, step=8, weight=0),
     ),
     divisor=3,
     options=OPTIONS,
     buffers_from=1 << 50,
     clip_value=0.5,
+    settled=1 << 39,
 )
 PLAN = Plan(plan=DECISION, attempt=1 << 42, rules=GradientRules(max_norm=2.0, nonfinite="skip"))
 REPORT = Prepared(
@@ -119,6 +120,7 @@ CHANGES = {
     "books": Bookkeeping(
         round=1 << 40,
         version=1 << 39,
+        decisions=(DECISION, DECISION),
         trainers=[
             TrainerRecord(
                 trainer_id=1 << 50,
@@ -129,7 +131,7 @@ CHANGES = {
             TrainerRecord(trainer_id=6, last_step=0, lowest_unacknowledged=1, outcomes={}),
         ],
     ),
-    "no books": Bookkeeping(round=0, version=0, trainers=[]),
+    "no books": Bookkeeping(round=0, version=0, trainers=[], decisions=()),
     "context": ContextHeld(trainer_id=1 << 50, context_id=1 << 45, gradients=GRADIENTS, absent=frozenset({0, 3})),
     "context of nothing": ContextHeld(trainer_id=6, context_id=1, gradients={}, absent=None),
     "context that lacks nothing": ContextHeld(trainer_id=6, context_id=1, gradients={}, absent=frozenset()),

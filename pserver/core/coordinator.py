@@ -358,7 +358,8 @@ class Coordinator:
 
     def _primary_reports(self, model: Model, group: ShardGroup, report: Report, now_s: float) -> None:
         if isinstance(report, ShardCreated):
-            if not group.created:
+            # One that was elected exists as a replica already; that it is the primary, it says itself.
+            if not group.created and group.epoch == model.epoch:
                 model.shard_created(group)
                 self._keep_model(model)
         elif isinstance(report, ShardInitialised):

@@ -720,7 +720,7 @@ class Host:
             first_trainer_id=1,
             now_s=world.now_s,
         )
-        self.core.restore(world.kept, world.now_s)
+        self.core.restore(world.kept, world.now_s, term)
         self.links: dict[str, Link] = {}
         self.outbox: deque[tuple[dict[str, bytes | None], list[tuple[str, Link | None, Command]]]] = deque()
         self.num_enqueued = self.num_kept = 0

@@ -290,3 +290,27 @@ def test_shard_that_missed_that_its_plan_was_given_up_hears_it_again() -> None:
     world.holds = holding()
     world.heal()
     assert len(world.reference.decisions) == 1
+
+
+def test_plan_that_an_earlier_leader_gave_up_is_not_taken_for_a_later_one() -> None:
+    world = World(Setup(policy=Async()))
+    first, second = world.trainers
+    first.begin(commit=True)
+    world.holds = holding(Prepare, server="s2")
+    world.run()  # the other shards have prepared a round, and so have their replicas
+    world.trainers.remove(first)  # is slow to repeat its call
+    loses(world, "s2", "both")
+    world.holds = holding()
+    world.run()  # shard 2 lacks the gradient: all abandon the plan
+    world.change_leader()
+    world.run()
+    world.holds = holding(RoundPrepared, server="s1")
+    second.begin(commit=True)
+    world.run()
+    assert world.shards()[0].server == "s0"
+    loses(world, "s0", "server")
+    world.holds = holding()
+    world.run()
+    world.trainers.insert(0, first)
+    world.heal()
+    assert len(world.reference.decisions) == 2

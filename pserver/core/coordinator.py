@@ -130,8 +130,11 @@ class Coordinator:
         model = self._models.get(name)
         return None if model is None else saved.pack_model(model)
 
-    def restore(self, values: Mapping[str, bytes], now_s: float) -> None:
+    def restore(self, values: Mapping[str, bytes], now_s: float, term: int = 0) -> None:
         """Goes on for an earlier coordinator, with what that has kept. Leases begin anew.
+
+        Args:
+            term: above that of every earlier coordinator: no two number a plan alike.
 
         Raises:
             ConfigError: it is damaged, or of another version.
@@ -152,6 +155,7 @@ class Coordinator:
             self._servers.restore(saved.unpack_server(name, data, now_s))
         for name, data in _under(saved.MODEL, values):
             self._models[name] = saved.unpack_model(data)
+            self._models[name].rounds.number_plans_above(term << 32)
         self._unsaved.clear()
 
     def _keep(self, *keys: str) -> None:
@@ -358,7 +362,8 @@ class Coordinator:
 
     def _primary_reports(self, model: Model, group: ShardGroup, report: Report, now_s: float) -> None:
         if isinstance(report, ShardCreated):
-            if not group.created:
+            # One that was elected exists as a replica already; that it is the primary, it says itself.
+            if not group.created and group.epoch == model.epoch:
                 model.shard_created(group)
                 self._keep_model(model)
         elif isinstance(report, ShardInitialised):

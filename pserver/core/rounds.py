@@ -171,6 +171,10 @@ class RoundBook:
                 rank=rank, since_round=since_round, told_round=since_round, clock=clock, clock_before=clock
             )
 
+    def number_plans_above(self, attempt: int) -> None:
+        """Replicas may have plans of earlier coordinators, with numbers up to this one, that were given up since."""
+        self._num_attempts = max(self._num_attempts, attempt)
+
     def attach(self, trainer_id: int, rank: int, now_s: float) -> None:
         """Expects a trainer from the next round on. Repeating it changes nothing."""
         if trainer_id in self._expected:
@@ -326,7 +330,7 @@ class RoundBook:
         if not plans:
             return False
         plan = max(plans, key=lambda each: each.attempt)
-        self._num_attempts = plan.attempt
+        self._num_attempts = max(self._num_attempts, plan.attempt)
         lacking = [shard for shard, state in states.items() if state.plan is None or state.plan.attempt != plan.attempt]
         if not all(self._has_committed(shard, each) for shard in lacking for each in plan.plan.contributions):
             return True

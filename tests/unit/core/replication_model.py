@@ -5,6 +5,7 @@ Coordinator, shards and logs are the real ones. `Host` mirrors `CoordinatorHost`
 that travels waits in a queue until somebody delivers it, one message at a time.
 """
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -173,7 +174,8 @@ class Reference:
         max_norm = self.setup.max_norm
         if max_norm is not None:
             norm = float(mean.double().norm())
-            assert decision.grad_norm is not None and abs(decision.grad_norm - norm) <= 1e-9 * norm
+            assert decision.grad_norm is not None
+            assert abs(decision.grad_norm - norm) <= 1e-9 * norm
             assert abs(decision.clip_coefficient - min(1.0, max_norm / (norm + NORM_EPSILON))) < 1e-12
         self._velocity = self._velocity + mean * decision.clip_coefficient
         self.values.append(self.values[-1] - self._velocity)
@@ -718,7 +720,7 @@ class Host:
             first_trainer_id=1,
             now_s=world.now_s,
         )
-        self.core.restore(world.kept, world.now_s)
+        self.core.restore(world.kept, world.now_s, term)
         self.links: dict[str, Link] = {}
         self.outbox: deque[tuple[dict[str, bytes | None], list[tuple[str, Link | None, Command]]]] = deque()
         self.num_enqueued = self.num_kept = 0
@@ -969,7 +971,8 @@ class World:
         self.host.changed()
         self.run()
         registration = core.register(first._push_ids.issue(), spec)
-        assert registration is not None and registration.initialise
+        assert registration is not None
+        assert registration.initialise
         self.host.changed()
         push_id = first._push_ids.issue()
         for place in registration.placement:
@@ -1103,7 +1106,7 @@ class World:
         return model.shards
 
     def may_lose(self, name: str) -> bool:
-        """Whether every shard survives the loss of a server: some copy that counts now, and will for the next leader."""
+        """Whether every shard survives the loss of a server: another copy counts now, and for the next leader."""
         kept = {each.shard: each for each in saved.unpack_model(self.kept[saved.MODEL + MODEL]).groups}
         for shard in self.shards():
             holders = {each.server for each in shard.replicas if each.state == ReplicaState.IN_SYNC.value}
@@ -1201,12 +1204,14 @@ class World:
         """All copies are the same, and at the same round."""
         for shard in self.shards():
             primary = self.servers[shard.server].copies[shard.shard]
-            assert primary.shard.epoch == shard.epoch and not primary.is_replica
+            assert primary.shard.epoch == shard.epoch
+            assert not primary.is_replica
             assert primary.shard.round == len(self.reference.decisions)
             self.reference.check_values(primary.shard)
             for each in shard.replicas:
                 replica = self.servers[each.server].copies[shard.shard]
-                assert replica.is_replica and replica.shard.round == primary.shard.round
+                assert replica.is_replica
+                assert replica.shard.round == primary.shard.round
                 assert replica.log.entries.position == primary.log.entries.position
                 _check_same(primary.shard, replica.shard)
 
@@ -1245,7 +1250,5 @@ def stale_push(server: Server, shard: int, epoch: int, call: _Call) -> None:
         return
     if call.push_id.trainer_id not in server.living:
         return
-    try:
+    with contextlib.suppress(StalePush):
         push(server, copy, call)
-    except StalePush:
-        pass

@@ -8,8 +8,7 @@ import pytest
 from replication_model import MODEL, Copy, Server, Setup, Trainer, World, contexts_of, push
 
 from pserver.core.changes import BucketHeld, GradientsPushed, RoundApplied, RoundPrepared, StepRefused
-from pserver.core.messages import AbandonPlan, Apply, Prepare, Prepared, Promote, ReplicaCaughtUp
-from pserver.core.shard import Done, Shard
+from pserver.core.messages import AbandonPlan, Apply, FenceReplica, Prepare, Prepared, Promote, ReplicaCaughtUp
 from pserver.core.sync import Async
 from pserver.types import StepResult
 
@@ -92,7 +91,9 @@ def test_apply_of_an_older_leader_changes_nothing() -> None:
     all_step(world)
     world.holds = holding(Apply)
     world.run()
-    late = {name: next(each for each in link.down if isinstance(each, Apply)) for name, link in world.host.links.items()}
+    late = {
+        name: next(each for each in link.down if isinstance(each, Apply)) for name, link in world.host.links.items()
+    }
     loses(world, "s0", "both")
     world.holds = holding()
     world.heal()
@@ -136,12 +137,14 @@ def test_refused_step_is_refused_again_after_a_failover(whom: str, replicated: b
     world.holds = holding()
     world.run()
     world.heal()
-    assert slow.call is None and slow.num_told == 1
+    assert slow.call is None
+    assert slow.num_told == 1
     server, copy = primary_of(world, 0)
     push(server, copy, call)
     world.run()
     outcome = copy.shard.outcome(call.push_id)
-    assert isinstance(outcome, StepResult) and not outcome.accepted
+    assert isinstance(outcome, StepResult)
+    assert not outcome.accepted
     assert len(world.reference.decisions) == 2
 
 
@@ -159,7 +162,8 @@ def test_primary_that_was_stopped_begins_anew_when_it_comes_back() -> None:
     world.run()
     assert trainer.call is None
     server, promoted = primary_of(world, 0)
-    assert server is not stopped and contexts_of(promoted.shard)
+    assert server is not stopped
+    assert contexts_of(promoted.shard)
     stopped.cut_off = False
     world.run()
     assert stopped.copies.get(0) is not copy
@@ -250,14 +254,27 @@ def test_replica_that_says_twice_that_it_is_fenced_is_elected_once() -> None:
     world.holds = holding(Promote)
     world.run()
     server = world.servers[replica.server]
-    server.handle(next(each for each in server.link.down if isinstance(each, Promote)))
-    world.holds = holding()
-    fence = world.shards()[0].epoch
-    from pserver.core.messages import FenceReplica
-
-    server.handle(FenceReplica(model=MODEL, shard=0, epoch=fence))
+    server.handle(FenceReplica(model=MODEL, shard=0, epoch=world.shards()[0].epoch))
     world.run()
+    world.holds = holding()
     world.heal()
+
+
+def test_elected_replica_that_links_anew_is_the_primary_only_once_it_is_promoted() -> None:
+    world = World(Setup())
+    (replica,) = world.shards()[0].replicas
+    all_step(world)
+    world.holds = holding(Apply)
+    world.run()
+    world.crash("s0", ORDER)
+    world.restart("s0")
+    world.holds = holding(Promote, server=replica.server)
+    world.run()
+    world.break_link(replica.server)
+    world.run()
+    world.holds = holding()
+    world.heal()
+    assert len(world.reference.decisions) == 1
 
 
 def test_shard_that_missed_that_its_plan_was_given_up_hears_it_again() -> None:
@@ -273,4 +290,27 @@ def test_shard_that_missed_that_its_plan_was_given_up_hears_it_again() -> None:
     world.holds = holding()
     world.heal()
     assert len(world.reference.decisions) == 1
-    assert isinstance(Shard, type) and Done()
+
+
+def test_plan_that_an_earlier_leader_gave_up_is_not_taken_for_a_later_one() -> None:
+    world = World(Setup(policy=Async()))
+    first, second = world.trainers
+    first.begin(commit=True)
+    world.holds = holding(Prepare, server="s2")
+    world.run()  # the other shards have prepared a round, and so have their replicas
+    world.trainers.remove(first)  # is slow to repeat its call
+    loses(world, "s2", "both")
+    world.holds = holding()
+    world.run()  # shard 2 lacks the gradient: all abandon the plan
+    world.change_leader()
+    world.run()
+    world.holds = holding(RoundPrepared, server="s1")
+    second.begin(commit=True)
+    world.run()
+    assert world.shards()[0].server == "s0"
+    loses(world, "s0", "server")
+    world.holds = holding()
+    world.run()
+    world.trainers.insert(0, first)
+    world.heal()
+    assert len(world.reference.decisions) == 2

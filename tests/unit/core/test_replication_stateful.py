@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from replication_model import Setup, World, stale_push
 
 from pserver.core import shard as core_shard
-from pserver.core.sync import Async, Bsp
+from pserver.core.sync import Async
 
 PICK = st.integers(0, 255)
 SEED = st.integers(0, 1 << 16)

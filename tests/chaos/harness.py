@@ -18,7 +18,7 @@ import torch
 import pserver
 from pserver.client.status import fetch_status
 from pserver.errors import PserverError
-from pserver.types import ClusterStatus
+from pserver.types import ClusterStatus, ModelStatus
 from pserver.wire import shm
 from tests.chaos import checking
 from tests.chaos.network import Networks
@@ -34,7 +34,7 @@ from tests.chaos.schedule import (
     FaultKind,
     Scenario,
 )
-from tests.chaos.trainer import WORLD_SIZE, share
+from tests.chaos.trainer import MODEL, WORLD_SIZE, share
 from tests.etcd_server import EtcdServer, find_etcd
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,13 @@ class Run:
     Args:
         scenario: what is trained, and how servers find each other.
         folder: for what servers and trainers write.
+        trains: whether there are trainers.
     """
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, *, trains: bool = True) -> None:
         self._scenario = scenario
         self._folder = folder
+        self._trains = trains
         self._resources = contextlib.ExitStack()
         self.children: list[Child] = []
         self.servers: dict[str, Server] = {}
@@ -157,8 +159,8 @@ class Run:
         for name in names:
             self._serve(name)
         self._wait_ready()
-        self._train(STEADY_TRAINER)
-        self._train(FAULTY_TRAINER)
+        for name in (STEADY_TRAINER, FAULTY_TRAINER) if self._trains else ():
+            self._train(name)
         for trainer in self.trainers.values():
             self.until(lambda trainer=trainer: bool(trainer.find("^training$")), f"{trainer.name} trains")
         self.wait_for_copies()
@@ -364,6 +366,10 @@ class Run:
 
     def ledgers(self) -> list[checking.Ledger]:
         return [each.ledger() for each in self._all_trainers]
+
+    def model(self) -> ModelStatus:
+        """The model that trainers train."""
+        return next(each for each in fetch_status(self.coordinators, _STATUS_S).models if each.name == MODEL)
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the servers hold now."""

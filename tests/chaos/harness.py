@@ -18,10 +18,11 @@ import torch
 import pserver
 from pserver.client.status import fetch_status
 from pserver.errors import PserverError
-from pserver.types import ClusterStatus
+from pserver.types import ClusterStatus, ModelStatus
 from pserver.wire import shm
 from tests.chaos import checking
 from tests.chaos.network import Networks
+from tests.chaos.processes import Child
 from tests.chaos.schedule import (
     ETCD,
     FAULTY_TRAINER,
@@ -33,8 +34,7 @@ from tests.chaos.schedule import (
     FaultKind,
     Scenario,
 )
-from tests.chaos.trainer import WORLD_SIZE, share
-from tests.cluster.processes import START_S, Child, with_segments_in
+from tests.chaos.trainer import MODEL, WORLD_SIZE, share
 from tests.etcd_server import EtcdServer, find_etcd
 
 logger = logging.getLogger(__name__)
@@ -71,31 +71,32 @@ class Result:
 class Server(Child):
     """One server; not ready yet when it is made."""
 
-    def __init__(self, name: str, prefix: Sequence[str], segments: Path, *arguments: str) -> None:
+    def __init__(self, name: str, *arguments: str, log: Path, segments: Path, network: str) -> None:
         leases = ("--server-lease-s", str(SERVER_LEASE_S), "--trainer-lease-s", str(TRAINER_LEASE_S))
-        program = with_segments_in(segments, "pserver.cli.main")
-        super().__init__(name, [*prefix, *program, "serve", "--name", name, *leases, *arguments])
+        command = ("pserver.cli.main", "serve", "--name", name, *leases, *arguments)
+        super().__init__(name, command, log=log, segments=segments, network=network)
 
     @property
     def address(self) -> str | None:
         """Where it listens; None: it is not ready yet."""
-        ready = [line for line in self.stdout if line.startswith("pserver ready ")]
-        return dict(item.split("=", 1) for item in ready[0].split()[2:])["address"] if ready else None
+        ready = self.find("^pserver ready ")
+        return None if ready is None else dict(item.split("=", 1) for item in ready.split()[2:])["address"]
 
 
 class Trainer(Child):
     """One trainer, with its ledger."""
 
-    def __init__(self, name: str, number: int, addresses: str, policy: str, folder: Path, segments: Path) -> None:
+    def __init__(self, name: str, number: int, addresses: str, policy: str, *, folder: Path, segments: Path) -> None:
         self.number = number
-        self.path = folder / f"trainer-{number}.jsonl"
-        program = with_segments_in(segments, "tests.chaos.trainer")
-        super().__init__(f"{name}-{number}", [*program, addresses, str(number), str(self.path), policy])
+        self._path = folder / f"trainer-{number}.jsonl"
+        name = f"{name}-{number}"
+        command = ("tests.chaos.trainer", addresses, str(number), str(self._path), policy)
+        super().__init__(name, command, log=folder / f"{name}.log", segments=segments)
         #: Whether its end is one of the faults.
         self.killed = False
 
     def ledger(self) -> checking.Ledger:
-        return checking.Ledger.read(self.number, self.path)
+        return checking.Ledger.read(self.number, self._path)
 
 
 class Run:
@@ -104,11 +105,13 @@ class Run:
     Args:
         scenario: what is trained, and how servers find each other.
         folder: for what servers and trainers write.
+        trains: whether there are trainers.
     """
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, *, trains: bool = True) -> None:
         self._scenario = scenario
         self._folder = folder
+        self._trains = trains
         self._resources = contextlib.ExitStack()
         self.children: list[Child] = []
         self.servers: dict[str, Server] = {}
@@ -119,6 +122,7 @@ class Run:
         self._faulted: set[str] = set()
         self._heals: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
+        self._numbers_of_heals, self._numbers_of_logs = count(), count()
         self._stops: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._etcd: EtcdServer | None = None
         self._networks: Networks | None = None
@@ -133,7 +137,7 @@ class Run:
 
     def __exit__(self, *error: object) -> None:
         for child in self.children:
-            child.close()
+            child.kill()
         self._resources.close()
 
     # Starting
@@ -155,10 +159,10 @@ class Run:
         for name in names:
             self._serve(name)
         self._wait_ready()
-        self._train(STEADY_TRAINER)
-        self._train(FAULTY_TRAINER)
+        for name in (STEADY_TRAINER, FAULTY_TRAINER) if self._trains else ():
+            self._train(name)
         for trainer in self.trainers.values():
-            trainer.wait_for("^training$", START_S)
+            self.until(lambda trainer=trainer: bool(trainer.find("^training$")), f"{trainer.name} trains")
         self.wait_for_copies()
 
     def _serve(self, name: str) -> None:
@@ -174,8 +178,9 @@ class Run:
             arguments += ["--coordinator", "--data-dir", str(self._folder / "coordinator")]
         else:
             arguments += ["--join", self._addresses[_ALONE_COORDINATOR]]
-        prefix = () if self._networks is None else self._networks.command(name)
-        self.servers[name] = self._child(Server(name, prefix, self._segments, *arguments))
+        network = "" if self._networks is None else self._networks.space(name)
+        log = self._folder / f"{name}-{next(self._numbers_of_logs)}.log"
+        self.servers[name] = self._child(Server(name, *arguments, log=log, segments=self._segments, network=network))
 
     def _wait_ready(self) -> None:
         self.until(self._ready, "every server is ready")
@@ -193,8 +198,14 @@ class Run:
         return ",".join(self._addresses[each] for each in names)
 
     def _train(self, name: str) -> None:
-        arguments = (self.coordinators, self._scenario.policy, self._folder, self._segments)
-        trainer = Trainer(name, next(self._numbers), *arguments)
+        trainer = Trainer(
+            name,
+            next(self._numbers),
+            self.coordinators,
+            self._scenario.policy,
+            folder=self._folder,
+            segments=self._segments,
+        )
         self.trainers[name] = self._child(trainer)
         self._all_trainers.append(trainer)
 
@@ -229,8 +240,13 @@ class Run:
             if name not in self._faulted | self._gone and not server.alive:
                 raise Violation(f"server {name} has ended by itself")
         for trainer in self.trainers.values():
-            if not trainer.killed and not trainer.alive and trainer.wait() != 0:
-                raise Violation(f"{trainer.name} has failed: {trainer.ledger().failure or trainer.stderr[-2000:]}")
+            if not trainer.killed and not trainer.alive:
+                self._require_well(trainer)
+
+    @staticmethod
+    def _require_well(trainer: Trainer) -> None:
+        if (code := trainer.wait(LIMIT_S)) != 0:
+            raise Violation(f"{trainer.name} has failed, exit code {code}: {trainer.ledger().failure}")
 
     def wait_for_copies(self) -> None:
         """Waits until no server is missing, and no shard lacks a copy."""
@@ -286,18 +302,16 @@ class Run:
         if fault.returns:
             heapq.heappush(self._heals, (time.monotonic() + fault.for_s, next(self._numbers_of_heals), end))
 
-    _numbers_of_heals = count()
-
     def _kill(self, target: str) -> Callable[[], None]:
         if target == ETCD:
             assert self._etcd is not None
             self._etcd.kill()
             return lambda: self._end(target, self._etcd.start)
         if target in SERVERS:
-            self._end_child(self.servers[target])
+            self.servers[target].kill()
             return lambda: self._end(target, lambda: self._serve(target))
         self.trainers[target].killed = True
-        self._end_child(self.trainers[target])
+        self.trainers[target].kill()
         return lambda: self._end(target, lambda: self._train(target))
 
     def _stop(self, target: str) -> Callable[[], None]:
@@ -326,15 +340,10 @@ class Run:
         end()
         self._faulted.discard(target)
 
-    @staticmethod
-    def _end_child(child: Child) -> None:
-        child.send(signal.SIGKILL)
-        child.wait()
-
     def kill_for_good(self, name: str) -> None:
         """Kills a server, and expects it no more."""
         self._gone.add(name)
-        self._end_child(self.servers[name])
+        self.servers[name].kill()
 
     # The end
 
@@ -350,14 +359,17 @@ class Run:
                 f"{trainer.name} steps after the last fault",
             )
         for trainer in living:
-            trainer.say("stop")
+            trainer.send(signal.SIGTERM)
         for trainer in living:
             self.until(lambda trainer=trainer: not trainer.alive, f"{trainer.name} ends")
-            if trainer.wait() != 0:
-                raise Violation(f"{trainer.name} has failed: {trainer.ledger().failure or trainer.stderr[-2000:]}")
+            self._require_well(trainer)
 
     def ledgers(self) -> list[checking.Ledger]:
         return [each.ledger() for each in self._all_trainers]
+
+    def model(self) -> ModelStatus:
+        """The model that trainers train."""
+        return next(each for each in fetch_status(self.coordinators, _STATUS_S).models if each.name == MODEL)
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the servers hold now."""
@@ -396,7 +408,7 @@ class Run:
         living = [each for name, each in self.servers.items() if name not in self._gone]
         for server in living:
             server.send(signal.SIGTERM)
-        found = [f"server {each.name} ended with {code}" for each in living if (code := each.wait()) != 0]
+        found = [f"server {each.name} ended with {code}" for each in living if (code := each.wait(LIMIT_S)) != 0]
         found += [f"{child.name} still runs" for child in self.children if child.alive]
         with _segments_in(self._segments):
             shm.sweep()

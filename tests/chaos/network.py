@@ -44,7 +44,7 @@ class Networks:
         _run("ip", "address", "add", f"{_PREFIX}.1/24", "dev", self._tag)
         _run("ip", "link", "set", self._tag, "up")
         for name, number in self._numbers.items():
-            space, outer = self._space(name), f"{self._tag}v{number}"
+            space, outer = self.space(name), f"{self._tag}v{number}"
             _run("ip", "netns", "add", space)
             _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
             _run("ip", "link", "set", outer, "master", self._tag, "up")
@@ -56,9 +56,9 @@ class Networks:
         """Its address."""
         return f"{_PREFIX}.{self._numbers[name]}"
 
-    def command(self, name: str) -> tuple[str, ...]:
-        """What runs a command there; the process is the command's own."""
-        return ("ip", "netns", "exec", self._space(name))
+    def space(self, name: str) -> str:
+        """The name of its namespace."""
+        return f"pschaos-{os.getpid()}-{name}"
 
     def cut(self, name: str) -> None:
         """From now on nothing comes in or goes out, and nobody is told."""
@@ -70,15 +70,12 @@ class Networks:
     def close(self) -> None:
         for name, number in self._numbers.items():
             subprocess.run(("ip", "link", "del", f"{self._tag}v{number}"), capture_output=True)
-            subprocess.run(("ip", "netns", "del", self._space(name)), capture_output=True)
+            subprocess.run(("ip", "netns", "del", self.space(name)), capture_output=True)
         subprocess.run(("ip", "link", "del", self._tag), capture_output=True)
-
-    def _space(self, name: str) -> str:
-        return f"pschaos-{os.getpid()}-{name}"
 
     def _rules(self, name: str, action: str) -> None:
         for chain, direction in (("INPUT", "-i"), ("OUTPUT", "-o")):
-            _run(*self.command(name), "iptables", action, chain, direction, "eth0", "-j", "DROP")
+            _run("ip", "netns", "exec", self.space(name), "iptables", action, chain, direction, "eth0", "-j", "DROP")
 
 
 def _run(*command: str) -> None:

@@ -84,7 +84,8 @@ def make_schedule(seed: int, scenario: Scenario, num_faults: int) -> tuple[Fault
     faults: list[Fault] = []
     targets = [*SERVERS, *SERVERS, FAULTY_TRAINER, *([ETCD] if scenario.etcd else [])]
     while len(faults) < num_faults:
-        fault = _make_fault(chance, chance.choice(targets), scenario)
+        before = faults[-1].target if faults else None
+        fault = _make_fault(chance, chance.choice([each for each in targets if each != before]), scenario)
         faults.append(fault)
         if not fault.returns:
             targets = [each for each in targets if each != fault.target]

@@ -1,10 +1,11 @@
-"""A trainer that pushes what pushes.py says, and notes in its ledger what it is told, until a line comes on stdin.
+"""A trainer that pushes what pushes.py says, and notes in its ledger what it is told, until SIGTERM.
 
 Usage: ADDRESSES NUMBER LEDGER POLICY. It prints "training" once it has joined, "done" at its end.
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 import pserver
 from pserver.core.sync import make_policy
-from pserver.errors import PserverError, TrainerEnded
+from pserver.errors import PserverError, ServerErrors, TrainerEnded
 from pserver.optim import RemoteOptimizer
 from tests.chaos.pushes import BUCKET_BYTES, NUM_STEPS, Accumulators
 
@@ -77,19 +78,25 @@ def train(addresses: str, number: int, ledger: LedgerFile, policy: str, told: th
                         num_trainers=result.num_trainers,
                     )
                     told.wait(PACE_S)
-        except TrainerEnded as error:
+        except PserverError as error:
+            if not _lease_ended(error):
+                ledger.note("failed", step, error=f"{type(error).__name__}: {error}")
+                raise
             print(f"joins again: {error}", flush=True)
             ledger.note("lease ended", step)
-        except PserverError as error:
-            ledger.note("failed", step, error=f"{type(error).__name__}: {error}")
-            raise
+
+
+def _lease_ended(error: PserverError) -> bool:
+    """Whether every server says so that was asked."""
+    members = error.exceptions if isinstance(error, ServerErrors) else (error,)
+    return all(isinstance(each, TrainerEnded) for each in members)
 
 
 def main() -> None:
     addresses, number, path, policy = sys.argv[1:]
     torch.set_num_threads(1)
     told = threading.Event()
-    threading.Thread(target=lambda: (os.read(0, 1), told.set()), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     train(addresses, int(number), LedgerFile(path), policy, told)
     print("done", flush=True)
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo demo-policies demo-codecs test test-all test-gpu test-docker lint format protos check-protos bench clean
+.PHONY: venv demo demo-policies demo-codecs test test-all test-gpu test-docker chaos lint format protos check-protos bench clean
 
 venv: $(STAMP)  ## the environment in .venv; does nothing if it is up to date
 
@@ -30,6 +30,9 @@ test: venv  ## the default suite, a file at a time in each of two processes
 
 test-all: venv  ## the default suite and what is slow
 	$(BIN)/python -m pytest -m 'not gpu'
+
+chaos: venv  ## kills, stops and restarts everything at random for DURATION seconds (300); a run is repeated with SEED=
+	$(BIN)/python -m tests.chaos --duration-s $(or $(DURATION),300) $(if $(SEED),--seed $(SEED))
 
 test-gpu: venv  ## what needs a CUDA device; says "not run" without one
 	$(BIN)/python tests/gpu/run.py

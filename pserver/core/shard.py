@@ -4,7 +4,6 @@ Nothing here waits, and nothing is thread-safe: the owner runs one call at a tim
 """
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from pserver.core.changes import (
 )
 from pserver.core.contexts import ContextTable, GradientContext
 from pserver.core.dedup import DedupTable
+from pserver.core.history import History
 from pserver.core.messages import (
     Applied,
     CommitInfo,
@@ -44,7 +44,6 @@ from pserver.core.messages import (
     ShardInitialised,
     ShardPromoted,
     ShardState,
-    TrainerProgress,
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options, optimizer_entry
@@ -174,8 +173,7 @@ class Shard:
         self._prepared: _PreparedRound | None = None
         self._outcomes: DedupTable[Outcome] = DedupTable()
         self._last_step: dict[int, int] = {}
-        self._decisions: deque[Decision] = deque()  # the last ones, as far as some shard may lack them
-        self._progress: dict[int, TrainerProgress] = {}
+        self._history = History()
         self._changes: list[LoggedChange] = []
         self._held: set[int] | None = None  # buckets that a replica has got so far; None: all
 
@@ -350,21 +348,13 @@ class Shard:
             else:
                 self._contexts.commit(context, commit, push_id)
                 self._last_step[push_id.trainer_id] = commit.step
-                self._note_commit(push_id.trainer_id, commit)
+                self._history.committed(push_id.trainer_id, commit)
                 self._outcomes.record(push_id, Pending())
                 return self._report(context)
         elif isinstance(known, Pending):
             waiting = self._contexts.committed_by(push_id)
             return self._report(waiting) if waiting is not None else None
         return None
-
-    def _note_commit(self, trainer_id: int, commit: CommitInfo) -> None:
-        known = self._progress.get(trainer_id)
-        if known is None:
-            known = TrainerProgress(
-                trainer_id=trainer_id, settled_step=0, told_round=0, clock=0, latest=None, refusal=None
-            )
-        self._progress[trainer_id] = replace(known, latest=commit)
 
     def outcome(self, push_id: PushId) -> Outcome | None:
         """What became of a mutation; None if it is unknown, for example because its trainer has ended."""
@@ -525,30 +515,9 @@ class Shard:
         self.round = decision.round
         for push_id, result in results.items():
             self._outcomes.record(push_id, result)
-        self._note_decision(decision)
+        self._history.decided(decision)
         self._changed(RoundApplied(decision=decision, version=self.version, checksum=self._checksum_in_turn()))
         return self.applied()
-
-    def _note_decision(self, decision: Decision) -> None:
-        while self._decisions and self._decisions[0].round <= decision.settled:
-            self._decisions.popleft()
-        self._decisions.append(decision)
-        for each in decision.contributions:
-            self._note_progress(each.trainer_id, each.step, decision.round, clock=each.clock)
-
-    def _note_progress(
-        self, trainer_id: int, step: int, told_round: int, *, clock: int = 0, refusal: Refusal | None = None
-    ) -> None:
-        known = self._progress.get(trainer_id)
-        if known is None or step >= known.settled_step:
-            self._progress[trainer_id] = TrainerProgress(
-                trainer_id=trainer_id,
-                settled_step=step,
-                told_round=told_round,
-                clock=clock or (known.clock if known is not None else 0),
-                latest=known.latest if known is not None else None,
-                refusal=refusal,
-            )
 
     def state(self) -> ShardState:
         """What a coordinator needs that does not know this shard."""
@@ -558,9 +527,9 @@ class Shard:
             epoch=self.epoch,
             round=self.round,
             version=self.version,
-            decisions=tuple(self._decisions),
+            decisions=self._history.decisions,
             plan=self._prepared.change.plan if self._prepared is not None else None,
-            trainers=tuple(self._progress.values()),
+            trainers=self._history.trainers,
         )
 
     def abandon_plan(self) -> list[Report]:
@@ -601,7 +570,7 @@ class Shard:
                 options=context.commit.options,
             )
             self._outcomes.record(context.push_id, result)
-            self._note_progress(refusal.trainer_id, refusal.step, refusal.round, refusal=refusal)
+            self._history.refused(refusal)
             self._changed(
                 StepRefused(push_id=context.push_id, context_id=context.context_id, step=refusal.step, result=result)
             )
@@ -660,7 +629,7 @@ class Shard:
         self._initial.pop(trainer_id, None)
         self._outcomes.forget_trainer(trainer_id)
         self._last_step.pop(trainer_id, None)
-        self._progress.pop(trainer_id, None)
+        self._history.forget_trainer(trainer_id)
         self._changed(TrainerGone(trainer_id=trainer_id))
 
     # Replicas
@@ -679,8 +648,7 @@ class Shard:
             self._contexts.take_open(change.push_id.trainer_id, change.context_id)
             self._outcomes.redo(change.push_id, change.result)
             self._last_step[change.push_id.trainer_id] = change.step
-            refusal = _refusal(change)
-            self._note_progress(refusal.trainer_id, refusal.step, refusal.round, refusal=refusal)
+            self._history.refused(_refusal(change))
         elif isinstance(change, GradientsPushed):
             context = self._contexts.open(change.push_id.trainer_id, change.context_id)
             context.add_(dict(change.gradients), change.absent, self._buffer_buckets, self._dtypes)
@@ -783,7 +751,7 @@ class Shard:
                     },
                 )
             )
-        return Bookkeeping(round=self.round, version=self.version, trainers=records, decisions=tuple(self._decisions))
+        return Bookkeeping(round=self.round, version=self.version, trainers=records, decisions=self._history.decisions)
 
     def _begin_anew(self, change: Bookkeeping) -> None:
         self.round, self.version = change.round, change.version
@@ -791,9 +759,7 @@ class Shard:
         self._held = set()
         self._prepared = None
         self._contexts, self._outcomes, self._last_step = ContextTable(), DedupTable(), {}
-        self._decisions, self._progress = deque(), {}
-        for decision in change.decisions:
-            self._note_decision(decision)
+        self._history = History(change.decisions)
         for each in change.trainers:
             outcomes = {sequence: Done() if found is None else found for sequence, found in each.outcomes.items()}
             self._outcomes.restore(each.trainer_id, each.lowest_unacknowledged, outcomes)

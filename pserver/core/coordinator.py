@@ -549,6 +549,8 @@ class Coordinator:
 
     def _primary_lost(self, model: Model, group: ShardGroup, why: str) -> None:
         """The primary's copy of a shard is gone: a replica goes on, or nobody can."""
+        if model.state is ModelState.FAILED:
+            return
         name, lost, epoch = model.spec.name, group.primary, group.epoch
         catching_up = [each.server for each in group.replicas.values() if each.state is not ReplicaState.IN_SYNC]
         if name in self._models and not model.has_begun:

@@ -274,7 +274,7 @@ class Model:
     @property
     def has_begun(self) -> bool:
         """Whether there may be values on servers that no trainer has. Models without replicas say what they lose."""
-        return self.usable or self._replaces or not self.spec.replicas
+        return self.usable or self._replicated or self._replaces
 
     @property
     def usable(self) -> bool:

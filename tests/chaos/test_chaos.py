@@ -58,10 +58,10 @@ def test_model_fails_by_name_once_every_copy_of_a_shard_is_gone() -> None:
         for trainer in trainers:
             ledger = trainer.ledger()
             assert "ModelFailed" in ledger.failure
-            assert any(f"server {name} at" in ledger.failure for name in (shard.server, shard.replicas[0].server))
+            assert f"server {shard.server}" in ledger.failure or f"server {shard.replicas[0].server}" in ledger.failure
             assert len(ledger.begun) == len(ledger.outcomes) + 1
         assert run.model().state == "failed"
-        with pytest.raises(ModelFailed, match=r"server s[12] at"):
+        with pytest.raises(ModelFailed, match=r"server s[12]"):
             run.values()
 
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo demo-policies demo-codecs test test-all test-gpu test-docker lint format protos check-protos bench clean
+.PHONY: venv demo demo-policies demo-codecs test test-all test-gpu test-docker lint format protos check-protos bench chaos clean
 
 venv: $(STAMP)  ## the environment in .venv; does nothing if it is up to date
 
@@ -57,6 +57,11 @@ bench: venv  ## every benchmark; figures and charts in runs/bench
 	for name in $$($(BIN)/python -m benchmarks --list | cut -d ' ' -f 1); do \
 		$(BIN)/python -m benchmarks $$name --json runs/bench/$$name.json --png runs/bench/$$name.png || exit 1; \
 	done
+
+DURATION ?= 300
+
+chaos: venv  ## trains for DURATION seconds while processes are killed, stopped and cut off; SEED=... replays a run
+	$(BIN)/python -m tests.chaos --duration-s $(DURATION) $(if $(SEED),--seed $(SEED))
 
 clean:  ## removes the environment, caches and results
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

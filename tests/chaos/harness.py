@@ -163,7 +163,6 @@ class Run:
             self._train(name)
         for trainer in self.trainers.values():
             self.until(lambda trainer=trainer: bool(trainer.find("^training$")), f"{trainer.name} trains")
-        self.wait_for_copies()
 
     def _serve(self, name: str) -> None:
         arguments: list[str] = []
@@ -388,11 +387,12 @@ class Run:
         return found
 
     def check_copies(self, order: Sequence[str]) -> list[str]:
-        """Kills these servers one after the other: whoever goes on must have the same bits."""
+        """Kills these servers one after the other: whoever goes on must have the same bits. All copies are there."""
         found = []
         first = self.values()
         for name in order:
-            self.wait_for_copies()
+            if self._gone:
+                self.wait_for_copies()
             self.kill_for_good(name)
             for what, before, after in zip(("slots", "dense"), first, self.values(), strict=True):
                 if not torch.equal(before.view(torch.int32), after.view(torch.int32)):

@@ -48,6 +48,7 @@ def test_acknowledged_updates_are_in_exactly_once(name: str, seed: int) -> None:
 
 def test_model_fails_by_name_once_every_copy_of_a_shard_is_gone() -> None:
     with running("alone-bsp") as run:
+        run.wait_for_copies()
         shard = next(each for each in run.model().shards if {each.server, each.replicas[0].server} == set(SERVERS[1:]))
         trainers = list(run.trainers.values())
         for name in SERVERS[1:]:

@@ -541,7 +541,7 @@ class Coordinator:
                 if replica is not None:
                     self._keep_model(model)
                 if replica is not None and electing:
-                    self._elect(model, group)
+                    self._elect(model, group, f"server {server.name} at {server.address} was lost: {why}")
                 elif replica is not None:
                     self._set_replicas(model, group)
                 if server.name == group.primary and not electing:
@@ -574,9 +574,10 @@ class Coordinator:
         for replica in group.in_sync:
             self._tell(replica.server, FenceReplica(model=name, shard=group.shard, epoch=group.epoch))
 
-    def _elect(self, model: Model, group: ShardGroup) -> None:
+    def _elect(self, model: Model, group: ShardGroup, why: str = "") -> None:
+        """Promotes a replica, once all have said how far they are; `why`: one of them is none any more."""
         if not group.positions:
-            self._fail(model, f"every replica of shard {group.shard} was lost, too, before one could go on")
+            self._fail(model, f"{why}; that was the last copy of shard {group.shard}")
             return
         elected = group.elect()
         if elected is None:
@@ -669,7 +670,7 @@ class Coordinator:
         self._servers.failed_replica(replica.server, now_s)
         self._tell(replica.server, DropShard(model=name, shard=group.shard, epoch=group.epoch))
         if electing:
-            self._elect(model, group)
+            self._elect(model, group, f"the replica on {replica.server} {why}")
         else:
             self._set_replicas(model, group)
 

@@ -24,6 +24,8 @@ from tests.chaos import checking
 from tests.chaos.network import Networks
 from tests.chaos.processes import Child
 from tests.chaos.schedule import (
+    CANDIDATES,
+    COORDINATOR_ALONE,
     ETCD,
     FAULTY_TRAINER,
     SERVER_LEASE_S,
@@ -47,8 +49,6 @@ _STATUS_S = 2.0
 _STEADY_S = SERVER_LEASE_S
 #: Steps of every trainer after the last fault.
 _NUM_LAST_STEPS = 3
-_ALONE_COORDINATOR = SERVERS[0]
-_CANDIDATES = SERVERS[:2]
 
 
 C = TypeVar("C", bound=Child)
@@ -163,7 +163,6 @@ class Run:
             self._train(name)
         for trainer in self.trainers.values():
             self.until(lambda trainer=trainer: bool(trainer.find("^training$")), f"{trainer.name} trains")
-        self.wait_for_copies()
 
     def _serve(self, name: str) -> None:
         arguments: list[str] = []
@@ -173,11 +172,11 @@ class Run:
             arguments += ["--host", self._networks.host(name)]
         if self._etcd is not None:
             arguments += ["--coordination", f"etcd://{self._etcd.endpoint}/chaos"]
-            arguments += ["--coordinator"] if name in _CANDIDATES else []
-        elif name == _ALONE_COORDINATOR:
+            arguments += ["--coordinator"] if name in CANDIDATES else []
+        elif name == COORDINATOR_ALONE:
             arguments += ["--coordinator", "--data-dir", str(self._folder / "coordinator")]
         else:
-            arguments += ["--join", self._addresses[_ALONE_COORDINATOR]]
+            arguments += ["--join", self._addresses[COORDINATOR_ALONE]]
         network = "" if self._networks is None else self._networks.space(name)
         log = self._folder / f"{name}-{next(self._numbers_of_logs)}.log"
         self.servers[name] = self._child(Server(name, *arguments, log=log, segments=self._segments, network=network))
@@ -194,7 +193,7 @@ class Run:
     @property
     def coordinators(self) -> str:
         """Their addresses."""
-        names = _CANDIDATES if self._scenario.etcd else (_ALONE_COORDINATOR,)
+        names = CANDIDATES if self._scenario.etcd else (COORDINATOR_ALONE,)
         return ",".join(self._addresses[each] for each in names)
 
     def _train(self, name: str) -> None:
@@ -388,11 +387,12 @@ class Run:
         return found
 
     def check_copies(self, order: Sequence[str]) -> list[str]:
-        """Kills these servers one after the other: whoever goes on must have the same bits."""
+        """Kills these servers one after the other: whoever goes on must have the same bits. All copies are there."""
         found = []
         first = self.values()
         for name in order:
-            self.wait_for_copies()
+            if self._gone:
+                self.wait_for_copies()
             self.kill_for_good(name)
             for what, before, after in zip(("slots", "dense"), first, self.values(), strict=True):
                 if not torch.equal(before.view(torch.int32), after.view(torch.int32)):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 SERVERS = ("s0", "s1", "s2")
+#: Which of them coordinate, without etcd and with it.
+COORDINATOR_ALONE, CANDIDATES = SERVERS[0], SERVERS[:2]
 #: This trainer is left alone, so that there is always one whose steps can be timed.
 STEADY_TRAINER = "t0"
 FAULTY_TRAINER = "t1"
@@ -98,7 +100,9 @@ def _make_fault(chance: random.Random, target: str, scenario: Scenario) -> Fault
         kinds.append(FaultKind.PARTITION)
     kind = chance.choice(kinds)
     lease_s = TRAINER_LEASE_S if target == FAULTY_TRAINER else SERVER_LEASE_S
-    part = chance.uniform(*chance.choice((SHORT, LONG)))
+    # A coordinator that is alone takes everybody whom it cannot hear for lost: that is more than one copy.
+    alone = kind is FaultKind.PARTITION and target == COORDINATOR_ALONE and not scenario.etcd
+    part = chance.uniform(*(SHORT if alone else chance.choice((SHORT, LONG))))
     gone = kind is FaultKind.KILL and target == FAULTY_TRAINER and chance.random() < 0.25
     return Fault(
         kind=kind, target=target, after_s=chance.uniform(0.0, 1.0), for_s=round(part * lease_s, 3), returns=not gone

@@ -34,9 +34,12 @@ def running(name: str, **options: bool) -> Iterator[Run]:
             raise
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("alone-bsp", 4), ("alone-async", 4), ("etcd-bsp", 2), ("partitioned-async", 3)]
-)
+#: Two short faults each: a trainer and the coordinator killed; two servers killed; the coordinator that leads and the
+#: other one killed; a server killed, and another one cut off.
+SEEDS = [("alone-bsp", 25), ("alone-async", 8), ("etcd-bsp", 1), ("partitioned-async", 12)]
+
+
+@pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_acknowledged_updates_are_in_exactly_once(name: str, seed: int) -> None:
     scenario = _SCENARIOS[name]
     if reason := why_not(scenario):
@@ -48,6 +51,7 @@ def test_acknowledged_updates_are_in_exactly_once(name: str, seed: int) -> None:
 
 def test_model_fails_by_name_once_every_copy_of_a_shard_is_gone() -> None:
     with running("alone-bsp") as run:
+        run.wait_for_copies()
         shard = next(each for each in run.model().shards if {each.server, each.replicas[0].server} == set(SERVERS[1:]))
         trainers = list(run.trainers.values())
         for name in SERVERS[1:]:
@@ -58,10 +62,10 @@ def test_model_fails_by_name_once_every_copy_of_a_shard_is_gone() -> None:
         for trainer in trainers:
             ledger = trainer.ledger()
             assert "ModelFailed" in ledger.failure
-            assert any(f"server {name} at" in ledger.failure for name in (shard.server, shard.replicas[0].server))
+            assert f"server {shard.server}" in ledger.failure or f"server {shard.replicas[0].server}" in ledger.failure
             assert len(ledger.begun) == len(ledger.outcomes) + 1
         assert run.model().state == "failed"
-        with pytest.raises(ModelFailed, match=r"server s[12] at"):
+        with pytest.raises(ModelFailed, match=r"server s[12]"):
             run.values()
 
 

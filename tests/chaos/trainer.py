@@ -79,17 +79,12 @@ def train(addresses: str, number: int, ledger: LedgerFile, policy: str, told: th
                     )
                     told.wait(PACE_S)
         except PserverError as error:
-            if not _lease_ended(error):
-                ledger.note("failed", step, error=f"{type(error).__name__}: {error}")
+            members = error.exceptions if isinstance(error, ServerErrors) else (error,)
+            if not all(isinstance(each, TrainerEnded) for each in members):
+                ledger.note("failed", step, error="; ".join(f"{type(each).__name__}: {each}" for each in members))
                 raise
             print(f"joins again: {error}", flush=True)
             ledger.note("lease ended", step)
-
-
-def _lease_ended(error: PserverError) -> bool:
-    """Whether every server says so that was asked."""
-    members = error.exceptions if isinstance(error, ServerErrors) else (error,)
-    return all(isinstance(each, TrainerEnded) for each in members)
 
 
 def main() -> None:

@@ -134,6 +134,37 @@ def test_a_service_that_ends_by_itself_is_a_failure_whatever_its_exit_code(super
     assert [(child.name, child.exit_code) for child in supervisor.failures] == [("s0", 0)]
 
 
+DIES_ONCE = """
+import os, pathlib, signal, sys
+flag = pathlib.Path(sys.argv[1])
+if flag.exists():
+    print("here again", flush=True)
+    signal.pause()
+flag.touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_service_that_a_signal_ends_is_started_again(supervisor, lines, tmp_path):
+    supervisor.start("s0", [*python(DIES_ONCE), str(tmp_path / "flag")], service=True, restarts=1)
+    assert supervisor.wait(lambda: ("s0", "here again") in lines, timeout_s=LIMIT_S)
+    assert ("s0", "signal SIGKILL; it is started again") in lines
+    assert [child.name for child in supervisor.running] == ["s0"]
+
+
+def test_a_service_is_not_started_more_often_than_it_may(supervisor):
+    dies = python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    supervisor.start("s0", dies, service=True, restarts=2)
+    assert not supervisor.wait(lambda: False, timeout_s=LIMIT_S)
+    assert [child.restarts for child in supervisor.failures] == [0]
+
+
+def test_a_service_that_ends_by_itself_is_not_started_again(supervisor):
+    supervisor.start("s0", python("raise SystemExit(3)"), service=True, restarts=2)
+    assert not supervisor.wait(lambda: False, timeout_s=LIMIT_S)
+    assert [child.exit_code for child in supervisor.failures] == [3]
+
+
 def test_a_death_by_signal_is_named(supervisor):
     supervisor.start("t0", python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
     assert not supervisor.wait(supervisor.workers_ended, timeout_s=LIMIT_S)

@@ -275,6 +275,7 @@ class RoundBook:
             attempt: of the plan of the next round that it has; 0: none.
         """
         # Other replicas may lack its last rounds: what every copy has is what the lost primary reported.
+        self._applied[shard] = min(self._applied[shard], round_number)
         preparing = self._preparing
         held = (round_number + 1, attempt) if attempt else None
         if preparing is None:

@@ -1028,9 +1028,8 @@ class World:
         found: list[Callable[[], Any]] = []
         for stream in self.streams:
             first = stream.requests[0] if stream.requests else None
-            if self.holds(stream.server.name, first.change if isinstance(first, Entry) else first):
-                continue
-            if stream.requests or (stream._copy is None and not stream.replies) or stream.broken:
+            held = self.holds(stream.server.name, first.change if isinstance(first, Entry) else first)
+            if not held and (stream.requests or (stream._copy is None and not stream.replies) or stream.broken):
                 found.append(stream.deliver)
             if stream.replies and stream.follower is not None:
                 found.append(stream.follower.take)

@@ -314,3 +314,26 @@ def test_plan_that_an_earlier_leader_gave_up_is_not_taken_for_a_later_one() -> N
     world.trainers.insert(0, first)
     world.heal()
     assert len(world.reference.decisions) == 2
+
+
+def test_command_that_waited_for_an_earlier_link_is_not_sent_on_a_later_one() -> None:
+    world = World(Setup())
+    world.break_link("s0")
+    world.servers["s0"].relink()  # it is told that it has shard 0, once what has changed is kept
+    world.cut_off("s0")
+    world.servers["s0"].cut_off = False
+    world.servers["s0"].relink()  # learns that its lease has ended
+    world.servers["s0"].relink()
+    world.heal()
+    assert 0 not in world.servers["s0"].copies or world.servers["s0"].copies[0].is_replica
+
+
+def test_server_that_begins_anew_takes_no_living_trainer_for_one_that_has_ended() -> None:
+    world = World(Setup())
+    world.cut_off("s0")
+    world.servers["s0"].cut_off = False
+    world.servers["s0"].relink()
+    server = world.servers["s0"]
+    assert not server.copies
+    assert all(each.trainer_id > server.highest_id for each in world.trainers)
+    world.heal()

@@ -10,10 +10,8 @@ import secrets
 import sys
 import time
 
-from tests.chaos import network
-from tests.chaos.harness import run_schedule
-from tests.chaos.schedule import SCENARIOS, SERVERS, Scenario, make_schedule, scenario_of
-from tests.etcd_server import NoEtcd, find_etcd
+from tests.chaos.runs import run_schedule, why_not
+from tests.chaos.schedule import SCENARIOS, SERVERS, make_schedule, scenario_of
 
 
 def main() -> int:
@@ -56,18 +54,6 @@ def main() -> int:
         flush=True,
     )
     return 1 if violations else 0
-
-
-def why_not(scenario: Scenario) -> str:
-    """Why a scenario cannot run here; empty if it can."""
-    if scenario.partitions and (reason := network.why_not()):
-        return reason
-    if scenario.etcd:
-        try:
-            find_etcd()
-        except NoEtcd as error:
-            return str(error)
-    return ""
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import argparse
 import logging
 import random
 import secrets
+import signal
 import sys
 import time
 
@@ -20,6 +21,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first run; later ones follow. Random unless given")
     parser.add_argument("--faults", type=int, default=8, help="in each run")
     arguments = parser.parse_args()
+    # Processes and networks go in order also if the run is ended from outside.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     left_out = {each.name: reason for each in SCENARIOS if (reason := why_not(each))}
     for name, reason in left_out.items():

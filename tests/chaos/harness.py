@@ -132,7 +132,9 @@ class Run:
     # Starting
 
     def _start(self) -> None:
-        self._segments = Path(self._resources.enter_context(tempfile.TemporaryDirectory(dir=shm.DIRECTORY)))
+        self._segments = Path(
+            self._resources.enter_context(tempfile.TemporaryDirectory(dir=shm.DIRECTORY, prefix="pschaos-"))
+        )
         if self._scenario.etcd:
             self._etcd = EtcdServer(find_etcd(), self._folder)
             self._resources.callback(self._etcd.stop)

@@ -7,13 +7,12 @@ import argparse
 import logging
 import random
 import secrets
+import signal
 import sys
 import time
 
-from tests.chaos import network
-from tests.chaos.harness import run_schedule
-from tests.chaos.schedule import SCENARIOS, SERVERS, Scenario, make_schedule, scenario_of
-from tests.etcd_server import NoEtcd, find_etcd
+from tests.chaos.runs import run_schedule, why_not
+from tests.chaos.schedule import SCENARIOS, SERVERS, make_schedule, scenario_of
 
 
 def main() -> int:
@@ -22,6 +21,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first run; later ones follow. Random unless given")
     parser.add_argument("--faults", type=int, default=8, help="in each run")
     arguments = parser.parse_args()
+    # Processes and networks go in order also if the run is ended from outside.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     left_out = {each.name: reason for each in SCENARIOS if (reason := why_not(each))}
     for name, reason in left_out.items():
@@ -56,18 +57,6 @@ def main() -> int:
         flush=True,
     )
     return 1 if violations else 0
-
-
-def why_not(scenario: Scenario) -> str:
-    """Why a scenario cannot run here; empty if it can."""
-    if scenario.partitions and (reason := network.why_not()):
-        return reason
-    if scenario.etcd:
-        try:
-            find_etcd()
-        except NoEtcd as error:
-            return str(error)
-    return ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run: a cluster and its trainers, the faults of a schedule, and what is checked at the end."""
+"""The processes of one run: they start, suffer faults, settle, and are looked at."""
 
 import contextlib
 import heapq
@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -56,16 +55,6 @@ C = TypeVar("C", bound=Child)
 
 class Violation(Exception):
     """Something is not as it must be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What came of a run; no violations: all is well."""
-
-    num_faults: int
-    num_updates: int
-    longest_pause_s: float
-    violations: tuple[str, ...]
 
 
 class Server(Child):
@@ -143,7 +132,9 @@ class Run:
     # Starting
 
     def _start(self) -> None:
-        self._segments = Path(self._resources.enter_context(tempfile.TemporaryDirectory(dir=shm.DIRECTORY)))
+        self._segments = Path(
+            self._resources.enter_context(tempfile.TemporaryDirectory(dir=shm.DIRECTORY, prefix="pschaos-"))
+        )
         if self._scenario.etcd:
             self._etcd = EtcdServer(find_etcd(), self._folder)
             self._resources.callback(self._etcd.stop)
@@ -423,30 +414,3 @@ def _segments_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         shm.DIRECTORY = before
-
-
-def run_schedule(scenario: Scenario, schedule: Sequence[Fault], order: Sequence[str]) -> Result:
-    """One run from its start to its end.
-
-    Args:
-        order: servers that are killed at the end, to see what their copies hold.
-    """
-    found: list[str] = []
-    num_faults, updates, pause_s = 0, 0, 0.0
-    with tempfile.TemporaryDirectory() as folder, Run(scenario, Path(folder)) as run:
-        try:
-            for fault in schedule:
-                run.inject(fault)
-                num_faults += 1
-            run.settle()
-            found += run.check()
-            found += run.check_copies(order)
-            found += run.check_nothing_left()
-        except (Violation, PserverError, AssertionError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-        updates = sum(len(each.outcomes) for each in run.ledgers())
-        pause_s = run.longest_pause_s()
-        if found:
-            for child in run.children:
-                logger.error("%s", child.transcript())
-    return Result(num_faults=num_faults, num_updates=updates, longest_pause_s=pause_s, violations=tuple(found))

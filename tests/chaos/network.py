@@ -5,9 +5,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-#: Of every server's network, the machine itself at .1. From the block for tests of network devices (RFC 2544).
-_PREFIX = "198.18.77"
-
 
 def why_not() -> str:
     """Why this machine cannot part processes; empty if it can."""
@@ -37,11 +34,13 @@ class Networks:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._tag = f"pc{os.getpid()}"
+        # From the block for tests of network devices (RFC 2544), another part for each process; the machine is at .1.
+        self._prefix = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"
         self._numbers = {name: number for number, name in enumerate(names, start=2)}
 
     def start(self) -> None:
         _run("ip", "link", "add", self._tag, "type", "bridge")
-        _run("ip", "address", "add", f"{_PREFIX}.1/24", "dev", self._tag)
+        _run("ip", "address", "add", f"{self._prefix}.1/24", "dev", self._tag)
         _run("ip", "link", "set", self._tag, "up")
         for name, number in self._numbers.items():
             space, outer = self.space(name), f"{self._tag}v{number}"
@@ -54,7 +53,7 @@ class Networks:
 
     def host(self, name: str) -> str:
         """Its address."""
-        return f"{_PREFIX}.{self._numbers[name]}"
+        return f"{self._prefix}.{self._numbers[name]}"
 
     def space(self, name: str) -> str:
         """The name of its namespace."""

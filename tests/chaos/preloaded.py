@@ -15,7 +15,3 @@ import pserver.server.process  # noqa: F401
 
 # The first optimizer makes torch import its compiler.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-def main() -> None:
-    """Does nothing: for a process that shows that everything is imported."""

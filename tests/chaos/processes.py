@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -17,8 +16,8 @@ from pserver.wire import shm
 
 _NUM_LINES_SHOWN = 100
 _KILL_S = 10.0
-_POLL_S = 0.02
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 _context = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["tests.chaos.preloaded"])
@@ -78,7 +77,8 @@ class Child:
 
 
 def _run(command: Sequence[str], log: Path, segments: Path, network: str) -> None:
-    """The life of a child."""
+    """The life of a child. It ends with the process that it was forked from, and that one with the run."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -97,12 +97,3 @@ def _enter(network: str) -> None:
         if libc.setns(space.fileno(), _NEW_NETWORK) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"network namespace {network}: {os.strerror(number)}")
-
-
-def wait_until_preloaded(log: Path, limit_s: float) -> None:
-    """Returns once processes start at once."""
-    first = Child("first", ("tests.chaos.preloaded",), log=log, segments=shm.DIRECTORY)
-    deadline = time.monotonic() + limit_s
-    while first.alive:
-        assert time.monotonic() < deadline, "the process that others are forked from is not ready"
-        time.sleep(_POLL_S)

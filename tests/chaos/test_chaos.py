@@ -12,8 +12,8 @@ import torch
 import pserver
 from pserver.errors import ModelFailed
 from pserver.optim import RemoteOptimizer
-from tests.chaos.__main__ import why_not
-from tests.chaos.harness import LIMIT_S, Run, run_schedule
+from tests.chaos.harness import LIMIT_S, Run
+from tests.chaos.runs import run_schedule, why_not
 from tests.chaos.schedule import SCENARIOS, SERVERS, Fault, FaultKind, make_schedule
 
 #: Short as they are, they start many processes.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from tests.chaos.checking import Ledger, Outcome, longest_pause_s, violations
@@ -10,6 +11,12 @@ from tests.chaos.pushes import Accumulators, Update
 #: Who was in each round. Nobody was told of the last two updates.
 ROUNDS: list[list[Update]] = [[(0, 0), (1, 0)], [(0, 1), (1, 1)], [(0, 2)], [(0, 3), (2, 0)], [(1, 2)]]
 UNKNOWN = {(2, 0), (1, 2)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Threads that wait for each other's cores would take most of the time."""
+    torch.set_num_threads(1)
 
 
 def values_of(rounds: Sequence[Sequence[Update]]) -> tuple[torch.Tensor, torch.Tensor]:

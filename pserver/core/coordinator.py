@@ -692,6 +692,7 @@ class Coordinator:
         )
 
     def _fail(self, model: Model, why: str) -> None:
+        logger.error("model %s has failed: %s", model.spec.name, why)
         model.fail(
             f"model {model.spec.name!r} has failed: {why}. Its values are gone; start the cluster again and "
             "restore the model from where you saved it"

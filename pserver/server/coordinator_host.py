@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pserver.clock import Clock
 from pserver.config import ServerSettings
 from pserver.core.coordinator import Coordinator, Placement, Registration
-from pserver.core.messages import Apply, Command, ModelSpec, Prepare, Reject, Report
+from pserver.core.messages import AbandonPlan, Apply, Command, ModelSpec, Prepare, Reject, Report
 from pserver.core.models import check_spec
 from pserver.errors import ConfigError, DeadlineExceeded, NotLeader, StoreUnavailable
 from pserver.server.changed import Changed
@@ -134,7 +134,7 @@ class CoordinatorHost:
             first_trainer_id=self._first_trainer_id,
             now_s=now_s,
         )
-        core.restore(values, now_s)
+        core.restore(values, now_s, self.term)
         logger.info("server %s is the coordinator, term %d", self._settings.name, self.term)
         self._core = core
         self.changed()
@@ -194,23 +194,23 @@ class CoordinatorHost:
         writes, commands = core.take_writes(), core.take_commands()
         if not self._store.durable:
             writes = {}
-        held: list[tuple[str, Command]] = []
+        held: list[tuple[ServerLink, Command]] = []
         waits = bool(writes or self._outbox)
         for server, command in commands:
-            # What is said of rounds follows from what servers have heard already.
-            if waits and not isinstance(command, Prepare | Apply | Reject):
-                held.append((server, command))
+            link = self._links.get(server)
+            if link is None:
+                continue
+            # What is said of rounds follows from what servers have heard already. All else waits, for this very link:
+            # who links meanwhile is told what holds by then.
+            if waits and not isinstance(command, Prepare | Apply | Reject | AbandonPlan):
+                held.append((link, command))
             else:
-                self._send(server, command)
+                link.tell(command)
         if writes or held:
             self._num_enqueued += 1
             self._outbox.append(_Outgoing(writes, held))
             self._to_keep.set()
         self._changed.notify()
-
-    def _send(self, server: str, command: Command) -> None:
-        if (link := self._links.get(server)) is not None:
-            link.tell(command)
 
     async def kept(self) -> None:
         """Waits until all that has happened is kept, so that it may be answered.
@@ -234,8 +234,8 @@ class CoordinatorHost:
                 await self._keep(outgoing.writes)
             self._outbox.popleft()
             self._num_kept += 1
-            for server, command in outgoing.commands:
-                self._send(server, command)
+            for link, command in outgoing.commands:
+                link.tell(command)
             self._changed.notify()
 
     async def _keep(self, writes: Mapping[str, bytes | None]) -> None:
@@ -352,4 +352,4 @@ class _Outgoing:
     """What must be kept, and the commands that follow from it."""
 
     writes: Mapping[str, bytes | None]
-    commands: Sequence[tuple[str, Command]]
+    commands: Sequence[tuple[ServerLink, Command]]

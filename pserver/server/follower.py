@@ -79,6 +79,9 @@ class Follower(Listener):
         self._queue: deque[Sequence[Sendable] | Entry[LoggedChange]] = deque()
         self._wake = asyncio.Event()
         self._listening = False
+        self._shown: int | None = None  # entries up to this one it must have, to be in sync; None: it is, or not yet
+        self._caught_up = False
+        self._failure = ""  # that the coordinator was told of last
         self._sent = self._acknowledged = 0
         self._num_parts = self._num_parts_taken = 0
         self._progress_s = time.monotonic()
@@ -145,14 +148,16 @@ class Follower(Listener):
 
     def _fail(self, failure: str) -> None:
         logger.warning("shard %d: its replica on %s fails: %s", self._shard.number, self.replica.server, failure)
-        self._report(
-            ReplicaFailed(
-                model=self._shard.model,
-                shard=self._shard.number,
-                epoch=self._shard.epoch,
-                number=self.replica.number,
-                failure=failure,
-            )
+        self._failure = failure
+        self._report(self._failed_report(failure))
+
+    def _failed_report(self, failure: str) -> ReplicaFailed:
+        return ReplicaFailed(
+            model=self._shard.model,
+            shard=self._shard.number,
+            epoch=self._shard.epoch,
+            number=self.replica.number,
+            failure=failure,
         )
 
     async def _follow_once(self) -> None:
@@ -198,6 +203,8 @@ class Follower(Listener):
         if self.released is not None:
             self.released = reply.released
         self._log.acknowledge(self.replica.number, reply.acknowledged)
+        self._look_whether_caught_up()
+        self._failure = ""
         self._on_acknowledged()
         self._wake.set()
 
@@ -283,14 +290,28 @@ class Follower(Listener):
             yield message
         self._counts = True
         self._log.entries.admit(self.replica.number, self._acknowledged)
-        self._report(
-            ReplicaCaughtUp(
-                model=self._shard.model,
-                shard=self._shard.number,
-                epoch=self._shard.epoch,
-                number=self.replica.number,
-            )
+        # What was shown until now was shown without it.
+        self._shown = self._log.entries.position
+        self._look_whether_caught_up()
+
+    def _look_whether_caught_up(self) -> None:
+        if self._shown is not None and self._acknowledged >= self._shown:
+            self._shown = None
+            self._caught_up = True
+            self._report(self._caught_up_report())
+
+    def _caught_up_report(self) -> ReplicaCaughtUp:
+        return ReplicaCaughtUp(
+            model=self._shard.model,
+            shard=self._shard.number,
+            epoch=self._shard.epoch,
+            number=self.replica.number,
         )
+
+    def reports(self) -> list[Report]:
+        """What the coordinator may have missed."""
+        found: list[Report] = [self._caught_up_report()] if self._caught_up else []
+        return [*found, self._failed_report(self._failure)] if self._failure else found
 
     async def _until_taken(self, num_parts: int) -> AsyncIterator[Sendable]:
         """Sends what is queued until the replica has taken so many parts."""

@@ -68,6 +68,7 @@ class HostedShard:
         self._applying: _Applying | None = None
         self._lent: WeakSet[Lent] = WeakSet()
         self._released = 0
+        self._stream = 0  # the one that a replica listens to
         self.gone = ""  # why this shard is not here any more, though its model lives
 
     @property
@@ -317,23 +318,24 @@ class HostedShard:
         """The last entry that needs the primary's memory no more."""
         return self._released
 
-    async def redo(self, epoch: int, arrived: Arrived) -> None:
-        """Does what has happened on the primary of this epoch.
+    async def redo(self, stream: int, arrived: Arrived) -> None:
+        """Does what has happened on the primary, as a stream says that `follow` has numbered.
 
         Raises:
-            StaleEpoch: another primary has been named. InternalError: this replica is not what its primary is.
+            StaleEpoch: another primary has been named, or has begun anew. InternalError: this replica is not what its
+                primary is.
         """
         assert self.log is not None
         async with self._lock:
-            if epoch != self._shard.epoch or not self.is_replica:
+            if stream != self._stream or not self.is_replica:
                 raise StaleEpoch(
                     f"server {self._server}: shard {self.number} of model {self.model!r} is of epoch "
-                    f"{self._shard.epoch} now; the primary of epoch {epoch} is none any more"
+                    f"{self._shard.epoch} now, and hears of it from somebody else"
                 )
             self._check_failed()
             change = arrived.change
             if isinstance(change, Bookkeeping):
-                self.log.entries.begin_at(arrived.position)
+                self.log.begin_at(arrived.position)
             if arrived.index and not self.log.store(arrived):
                 return
             await self._run(lambda shard: shard.redo(change))
@@ -345,11 +347,13 @@ class HostedShard:
         assert self.log is not None
         async with self._lock:
             self._check_failed()
-            self._shard.epoch = max(self._shard.epoch, epoch)
+            if epoch > self._shard.epoch:
+                self._shard.epoch = epoch
+                self._stream += 1
             return self.log.entries.position
 
-    async def follow(self, epoch: int) -> None:
-        """A primary of this epoch brings what happens.
+    async def follow(self, epoch: int) -> int:
+        """A primary of this epoch brings what happens; the number of its stream, which is the only one from now on.
 
         Raises:
             StaleEpoch: another one has been named.
@@ -361,6 +365,8 @@ class HostedShard:
                     f"{self._shard.epoch}, not {epoch}"
                 )
             self._shard.epoch = epoch
+            self._stream += 1
+            return self._stream
 
     async def promote(self, epoch: int, living: Set[int]) -> ShardPromoted:
         """Is the primary from now on; again, it only says so."""

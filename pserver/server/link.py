@@ -52,6 +52,7 @@ class CoordinatorLink:
         self._find = find
         self._coordinator = "an address that is not known yet"
         self._term = 0
+        self._longest_backoff_s = LONGEST_BACKOFF_S
         self._hello = pb.Hello(
             name=host.name,
             address=address,
@@ -136,7 +137,7 @@ class CoordinatorLink:
                 said_so = True
                 logger.warning("not linked to the coordinator at %s, still trying: %s", self._coordinator, last)
             await asyncio.sleep(random.uniform(0, backoff_s))
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S, self._longest_backoff_s)
 
     async def _find_coordinator(self) -> str:
         found = await self._find()
@@ -178,6 +179,8 @@ class CoordinatorLink:
                             f"{self._term} has led since"
                         )
                     self._term = message.welcome.term
+                    # A coordinator that is started again gives every server one lease to come back.
+                    self._longest_backoff_s = message.welcome.lease_s / BEATS_PER_LEASE
                     self._host.begin_lease(message.welcome.lease_s, hello_ns)
                     self._outgoing = outgoing
                     for report in await self._host.reports():

@@ -18,7 +18,9 @@ class ReplicaService:
     async def follow(self, requests: AsyncIterator[pb.FollowRequest]) -> AsyncIterator[pb.FollowReply]:
         first = await first_of(requests)
         address = first.shard
-        replica = await self._host.require_replica(address.model, address.shard, address.epoch, address.fingerprint)
+        replica, stream = await self._host.require_replica(
+            address.model, address.shard, address.epoch, address.fingerprint
+        )
         segment: memoryview | None = None
         if first.segment:
             self._host.proof.check(first.nonce)
@@ -29,6 +31,6 @@ class ReplicaService:
         async for request in requests:
             arrived = staging.add(request)
             if arrived is not None:
-                await self._host.redo(replica, address.epoch, arrived)
+                await self._host.redo(replica, stream, arrived)
                 num_parts += not arrived.index
                 yield pb.FollowReply(acknowledged=replica.position, num_parts=num_parts, released=replica.released)

@@ -150,6 +150,9 @@ class ShardHost:
         found: list[Report] = []
         for hosted in list(self._shards.values()):
             found.extend(await hosted.reports())
+        for followers in self._followers.values():
+            for follower in followers.values():
+                found.extend(follower.reports())
         return found
 
     def lags(self) -> list[Report]:
@@ -221,8 +224,8 @@ class ShardHost:
             core.check(epoch, fingerprint)
         return hosted
 
-    async def require_replica(self, model: str, shard: int, epoch: int, fingerprint: int) -> HostedShard:
-        """The replica that a primary's messages are for; those of earlier epochs are refused from now on.
+    async def require_replica(self, model: str, shard: int, epoch: int, fingerprint: int) -> tuple[HostedShard, int]:
+        """The replica that a primary's messages are for, and a number for their stream; earlier ones are refused.
 
         Raises:
             UnknownModel, StaleEpoch, ModelFailed, LayoutMismatch
@@ -230,8 +233,7 @@ class ShardHost:
         hosted = self._find(model, shard)
         async with hosted.exclusive() as core:
             core.check(core.epoch, fingerprint)
-        await hosted.follow(epoch)
-        return hosted
+        return hosted, await hosted.follow(epoch)
 
     def _find(self, model: str, shard: int) -> HostedShard:
         hosted = self._shards.get((model, shard))
@@ -472,10 +474,10 @@ class ShardHost:
         if hosted.log is not None:
             hosted.log.close()
 
-    async def redo(self, replica: HostedShard, epoch: int, arrived: Arrived) -> None:
+    async def redo(self, replica: HostedShard, stream: int, arrived: Arrived) -> None:
         """Does on a replica what has happened on its primary; raises as `HostedShard.redo`."""
         try:
-            await replica.redo(epoch, arrived)
+            await replica.redo(stream, arrived)
         except StaleEpoch:
             raise
         except Exception as error:
@@ -494,14 +496,16 @@ class ShardHost:
         self.report(ReplicaFenced(model=command.model, shard=command.shard, epoch=command.epoch, position=position))
 
     async def _promote(self, hosted: HostedShard, command: Promote) -> None:
+        # They count from the first thing that this primary does.
+        await self._set_replicas(hosted, command.replicas, in_sync=True)
         try:
             promoted = await hosted.promote(command.epoch, self._living)
         except Exception as error:
+            await self._stop_followers(hosted)
             self._report_failure(command.model, command.shard, command.epoch, "be the primary", error)
             return
         hosted.extend_lease(self._lease_ends_ns)
         logger.warning("server %s is primary of shard %d of model %s now", self.name, hosted.number, hosted.model)
-        await self._set_replicas(hosted, command.replicas, in_sync=True)
         self.report(promoted)
         async with hosted.exclusive() as shard:
             reports = [each for each in shard.reports() if isinstance(each, ShardState | Prepared)]

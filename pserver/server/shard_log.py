@@ -83,6 +83,11 @@ class ShardLog:
             self._prepared = arrived.index
         return self.entries.store(Entry(arrived.index, change), arrived.released)
 
+    def begin_at(self, position: int) -> None:
+        """On a replica: the state that comes is that after this entry, with the plan that was prepared by then, if any."""
+        self.entries.begin_at(position)
+        self._prepared = position
+
     # Who has it
 
     @property

@@ -723,7 +723,7 @@ def test_optimizer_state_that_a_stranger_offered_is_never_used(world: World, att
     world.call("Leave", coordinator_pb2.LeaveRequest(push_id=attacker.push_id()))
     until(lambda: world.footprint().num_living == 1, lambda: "the shard hears of it")
     world.call("Initialise", *model.initialise_requests({}))
-    world.call("RegisterModel", initialiser.register_request(model.spec, initialised=True))
+    world.call("RegisterModel", initialiser.register_request(model.spec, initialised=model.epoch))
     world.call("Attach", coordinator_pb2.AttachRequest(push_id=initialiser.push_id(), model="own", epoch=model.epoch))
     assert model.step({"w": torch.ones(32)})["w"].eq(-1).all()
     assert model.step({"w": torch.ones(32)})["w"].eq(-2.5).all()

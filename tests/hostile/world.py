@@ -464,7 +464,7 @@ class Trainer:
         """Registers a model, initialises it (with zeros, unless told otherwise) and attaches."""
         model = self.register(spec)
         self.world.call("Initialise", *model.initialise_requests(values or {}))
-        self.world.call("RegisterModel", self.register_request(spec, initialised=True))
+        self.world.call("RegisterModel", self.register_request(spec, initialised=model.epoch))
         self.world.call(
             "Attach", coordinator_pb2.AttachRequest(push_id=self.push_id(), model=spec.name, epoch=model.epoch)
         )

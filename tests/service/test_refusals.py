@@ -249,7 +249,7 @@ def test_initial_values_that_do_not_fit_are_refused(trainer: WireTrainer, name: 
         model.call("Step", model.step_request(0, 1.0))
     for server in (0, 1):
         model.call("Initialise", *model.initialise_requests(server, 5.0), server=server)
-    assert not trainer.register(spec(name), initialised=True).initialise
+    assert not trainer.register(spec(name), initialised=model.epoch).initialise
     trainer.attach(name, model.epoch)
     assert [model.values(0), model.values(1)] == [everywhere(5.0)] * 2
 
@@ -289,7 +289,7 @@ def test_optimizer_state_that_does_not_fit_is_refused_and_good_state_taken_after
     first, values = model.initialise_requests(0)
     model.call("Initialise", first, shards_pb2.InitialiseRequest(state=[types_pb2.StateChunk(**good)]), values)
     model.call("Initialise", *model.initialise_requests(1), server=1)
-    trainer.register(spec(name, **momentum), initialised=True)
+    trainer.register(spec(name, **momentum), initialised=model.epoch)
     trainer.attach(name, model.epoch)
     (state,) = model.call("PullState", model.pull_state_request())
     assert [(each.key, each.data) for each in state.state] == [("momentum_buffer", good["data"])]

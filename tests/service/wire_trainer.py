@@ -68,7 +68,7 @@ class WireTrainer:
         return types_pb2.PushId(**{**fields, **replaced})
 
     def register(
-        self, model: ModelSpec, *, wait_s: float = 5.0, initialised: bool = False
+        self, model: ModelSpec, *, wait_s: float = 5.0, initialised: int = 0
     ) -> coordinator_pb2.RegisterModelReply:
         """One registration."""
         request = coordinator_pb2.RegisterModelRequest(
@@ -96,7 +96,7 @@ class WireTrainer:
         if reply.initialise:
             for server in range(len(model.placement)):
                 model.call("Initialise", *model.initialise_requests(server, value), server=server)
-            self.register(spec(name, world_size=world_size), initialised=True)
+            self.register(spec(name, world_size=world_size), initialised=reply.epoch)
         model.round = self.attach(name, reply.epoch).round
         return model
 

@@ -84,7 +84,7 @@ class ShardLog:
         return self.entries.store(Entry(arrived.index, change), arrived.released)
 
     def begin_at(self, position: int) -> None:
-        """On a replica: the state that comes is that after this entry, with the plan that was prepared by then, if any."""
+        """On a replica: the state that comes is that after this entry, with the plan that was prepared by then."""
         self.entries.begin_at(position)
         self._prepared = position
 

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from pserver.core.changes import TrainerGone
 from pserver.core.messages import CreateShard, DropShard, LivingTrainers, ModelSpec
 from pserver.errors import LayoutMismatch, StaleEpoch, TrainerEnded, UnknownModel
 from pserver.server.shard_host import ShardHost
+from pserver.transport.changes import Arrived
 from pserver.types import PushId
 from pserver.wire.layout import TensorSpec
 from tests.waiting import run_limited
@@ -71,9 +73,13 @@ def test_trainers_are_not_answered_by_a_replica() -> None:
 def test_a_primary_of_a_later_epoch_is_followed_and_those_before_it_no_more() -> None:
     async def scenario() -> None:
         async with hosting(replica=True) as host:
-            hosted = await host.require_replica("m", 2, 5, FINGERPRINT)
-            await host.require_replica("m", 2, 6, FINGERPRINT)
+            hosted, first = await host.require_replica("m", 2, 5, FINGERPRINT)
+            _, second = await host.require_replica("m", 2, 6, FINGERPRINT)
             assert hosted.epoch == 6
+            assert first != second
+            with pytest.raises(StaleEpoch, match="hears of it from somebody else"):
+                await hosted.redo(first, Arrived(1, 0, 0, TrainerGone(trainer_id=3)))
+            await hosted.redo(second, Arrived(1, 0, 0, TrainerGone(trainer_id=3)))
             with pytest.raises(StaleEpoch, match="is of epoch 6, not 5"):
                 await host.require_replica("m", 2, 5, FINGERPRINT)
 
@@ -87,7 +93,8 @@ def test_a_primary_of_another_layout_is_none_whatever_its_epoch() -> None:
         async with hosting(replica=True) as host:
             with pytest.raises(LayoutMismatch):
                 await host.require_replica("m", 2, 1 << 60, FINGERPRINT ^ 1)
-            assert (await host.require_replica("m", 2, 5, FINGERPRINT)).epoch == 5
+            hosted, _ = await host.require_replica("m", 2, 5, FINGERPRINT)
+            assert hosted.epoch == 5
 
     run_limited(scenario(), LIMIT_S)
 

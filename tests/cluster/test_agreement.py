@@ -78,10 +78,11 @@ def test_status_shows_models_shards_and_trainers(trainers: list[Trainer], cluste
     counts = [str(2 * NUM_STEPS), "0", "mean 0.0, max 0"]
     assert model[1:] == ["ready", "Bsp()", "Adam", str(NUM_STEPS), *counts, "ranks 0, 1"]
     shards = [row for row in cells["shards"] if row[0] == "watched"]
-    assert [row[1] for row in shards] == ["s0", "s1"]
+    assert [row[1:3] for row in shards] == [["0", "s0"], ["1", "s1"]]
     for row in shards:
-        assert re.fullmatch(r"\d+\.\d kB|\d+ B", row[2])
-        assert row[3:] == [str(NUM_STEPS), str(NUM_STEPS)]
+        assert int(row[3]) > 0  # its epoch
+        assert re.fullmatch(r"\d+\.\d kB|\d+ B", row[4])
+        assert row[5:] == [str(NUM_STEPS), str(NUM_STEPS), "-"]
     assert [row[0] for row in cells["trainers"]] == ["0", "1"]
     for _, trainer_id, step, lease, lag, reported in cells["trainers"]:
         assert int(trainer_id) > 0

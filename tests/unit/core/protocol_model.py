@@ -18,6 +18,7 @@ from pserver.client.push_ids import PushIds
 from pserver.client.region import Region
 from pserver.core.coordinator import Attachment, Coordinator
 from pserver.core.messages import (
+    AbandonPlan,
     AdmitTrainer,
     Apply,
     Command,
@@ -941,6 +942,9 @@ class SimServer:
         elif isinstance(command, Reject):
             shard.reject(command.refusal)
             self._ledger.refused(command.refusal.trainer_id, command.refusal.step)
+        elif isinstance(command, AbandonPlan):
+            for report in shard.abandon_plan():
+                self._report(report)
         else:
             assert isinstance(command, ModelReady | Prepare | Apply), f"{self.name} was told {command}"
             try:

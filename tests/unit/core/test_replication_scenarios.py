@@ -242,7 +242,10 @@ def test_model_fails_by_name_when_primary_and_replica_are_lost() -> None:
     world.crash(replica.server, ORDER)
     world.restart(replica.server)
     world.holds = holding()
-    with pytest.raises(AssertionError, match=r"server s1 at s1 was lost: it was restarted; that was the last copy of shard 0"):
+    named = r"server s1 at s1 was lost: it was restarted; that was the last copy of shard 0"
+    with pytest.raises(AssertionError, match=named):
+        AssertionError, match=r"server s1 at s1 was lost: it was restarted; that was the last copy of shard 0"
+    ):
         world.run()
 
 

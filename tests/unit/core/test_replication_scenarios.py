@@ -244,8 +244,6 @@ def test_model_fails_by_name_when_primary_and_replica_are_lost() -> None:
     world.holds = holding()
     named = r"server s1 at s1 was lost: it was restarted; that was the last copy of shard 0"
     with pytest.raises(AssertionError, match=named):
-        AssertionError, match=r"server s1 at s1 was lost: it was restarted; that was the last copy of shard 0"
-    ):
         world.run()
 
 

@@ -89,11 +89,20 @@ class Coordinator:
         min_servers: servers that must be there before a model is placed.
         first_trainer_id: above every id that an earlier coordinator handed out.
         now_s: the time now.
+        keeps: whether there is a place for what the next coordinator must know, see `take_writes`.
     """
 
     def __init__(
-        self, *, trainer_lease_s: float, server_lease_s: float, min_servers: int, first_trainer_id: int, now_s: float
+        self,
+        *,
+        trainer_lease_s: float,
+        server_lease_s: float,
+        min_servers: int,
+        first_trainer_id: int,
+        now_s: float,
+        keeps: bool = True,
     ) -> None:
+        self._keeps = keeps
         self._min_servers = min_servers
         self._membership = Membership(lease_s=trainer_lease_s, first_id=first_trainer_id)
         self._servers = ServerTable(server_lease_s)
@@ -101,8 +110,9 @@ class Coordinator:
         self._last_number = 0  # of epochs and replicas together
         self._outcomes: DedupTable[_Recorded] = DedupTable()
         self._commands: list[tuple[str, Command]] = []
-        self._unsaved: set[str] = {saved.COUNTERS}
-        self._looked_s = self._last_looked_s = now_s
+        self._unsaved: set[str] = set()
+        self._looked_s = now_s
+        self._keep(saved.COUNTERS)
 
     def take_commands(self) -> list[tuple[str, Command]]:
         """What servers must hear, as (server, command), in order; taken once."""
@@ -120,14 +130,13 @@ class Coordinator:
             first, following = self._membership.ids
             counters = saved.Counters(last_number=self._last_number, first_trainer_id=first, next_trainer_id=following)
             return saved.pack_counters(counters)
-        kind, _, name = key.partition("/")
-        if kind + "/" == saved.TRAINER:
-            member = self._membership.find(int(name))
+        if key.startswith(saved.TRAINER):
+            member = self._membership.find(int(key.removeprefix(saved.TRAINER)))
             return None if member is None else saved.pack_member(member)
-        if kind + "/" == saved.SERVER:
-            server = self._servers.find(name)
+        if key.startswith(saved.SERVER):
+            server = self._servers.find(key.removeprefix(saved.SERVER))
             return None if server is None or not server.alive else saved.pack_server(server)
-        model = self._models.get(name)
+        model = self._models.get(key.removeprefix(saved.MODEL))
         return None if model is None else saved.pack_model(model)
 
     def restore(self, values: Mapping[str, bytes], now_s: float, term: int = 0) -> None:
@@ -159,7 +168,8 @@ class Coordinator:
         self._unsaved.clear()
 
     def _keep(self, *keys: str) -> None:
-        self._unsaved.update(keys)
+        if self._keeps:
+            self._unsaved.update(keys)
 
     def _keep_model(self, model: Model) -> None:
         self._keep(saved.MODEL + model.spec.name, saved.COUNTERS)
@@ -319,7 +329,7 @@ class Coordinator:
             arithmetic: what the bits of its results depend on; replicas have the same as their primary.
 
         Raises:
-            ConfigError: another living server has the name.
+            ConfigError: another living server has the name. ServerEnded: its own lease has ended.
         """
         before = self._servers.join(name, address, incarnation, now_s, arithmetic)
         self._keep(saved.SERVER + name)
@@ -485,7 +495,7 @@ class Coordinator:
         for group in model.groups:
             self._tell(group.primary, model.create_command(group, replica=False))
         for group in model.groups:
-            self._add_replicas(model, group, self._last_looked_s)
+            self._add_replicas(model, group, self._looked_s)
         return model
 
     def _placement_of(self, model: Model) -> tuple[ShardPlacement, ...]:
@@ -533,7 +543,8 @@ class Coordinator:
     # Servers that are lost
 
     def _lost(self, server: Server, why: str) -> None:
-        logger.error("server %s at %s was lost: %s", server.name, server.address, why)
+        lost = f"server {server.name} at {server.address} was lost: {why}"
+        logger.error("%s", lost)
         for model in list(self._models.values()):
             for group in model.groups if model.state is not ModelState.FAILED else ():
                 electing = group.electing
@@ -541,11 +552,11 @@ class Coordinator:
                 if replica is not None:
                     self._keep_model(model)
                 if replica is not None and electing:
-                    self._elect(model, group, f"server {server.name} at {server.address} was lost: {why}")
+                    self._elect(model, group, lost)
                 elif replica is not None:
                     self._set_replicas(model, group)
                 if server.name == group.primary and not electing:
-                    self._primary_lost(model, group, f"server {server.name} at {server.address} was lost: {why}")
+                    self._primary_lost(model, group, lost)
 
     def _primary_lost(self, model: Model, group: ShardGroup, why: str) -> None:
         """The primary's copy of a shard is gone: a replica goes on, or nobody can."""
@@ -640,7 +651,6 @@ class Coordinator:
 
     def _replicate(self, now_s: float) -> None:
         """Where a shard has fewer replicas than it should, and a server could keep one, has one made."""
-        self._last_looked_s = now_s
         for model in self._models.values():
             for group in model.groups if model.state is not ModelState.FAILED else ():
                 if not group.electing:

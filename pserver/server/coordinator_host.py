@@ -133,6 +133,7 @@ class CoordinatorHost:
             min_servers=self._settings.min_servers,
             first_trainer_id=self._first_trainer_id,
             now_s=now_s,
+            keeps=self._store.durable,
         )
         core.restore(values, now_s, self.term)
         logger.info("server %s is the coordinator, term %d", self._settings.name, self.term)
@@ -192,8 +193,6 @@ class CoordinatorHost:
         """To be called after every call that may have changed the core: sends commands, wakes who waits."""
         core = self.core
         writes, commands = core.take_writes(), core.take_commands()
-        if not self._store.durable:
-            writes = {}
         held: list[tuple[ServerLink, Command]] = []
         waits = bool(writes or self._outbox)
         for server, command in commands:

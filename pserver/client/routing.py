@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -11,7 +10,7 @@ from pserver.client.shard_client import ShardClient
 from pserver.core.messages import ShardPlacement
 from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable, StaleEpoch, UnknownModel
 from pserver.transport.convert import placement_from_proto
-from pserver.transport.deadline import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Deadline
+from pserver.transport.deadline import Backoff, Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -60,17 +59,16 @@ class Routing:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff()
         while self._failure is None:
             try:
                 await self._look(self._version, WATCH_S)
-                backoff_s = FIRST_BACKOFF_S
+                backoff.reset()
             except PserverError as error:
                 if not error.retryable and not isinstance(error, DeadlineExceeded):
                     self._fail(error)
                     return
-                await asyncio.sleep(random.uniform(0, backoff_s))
-                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+                await asyncio.sleep(backoff.next_s())
 
     async def _look(self, version: int, wait_s: float) -> None:
         request = pb.WatchRequest(model=self._model, version=version, wait_s=wait_s)

@@ -15,7 +15,7 @@ from pserver.core.models import check_spec
 from pserver.errors import ConfigError, DeadlineExceeded, NotLeader, StoreUnavailable
 from pserver.server.changed import Changed
 from pserver.server.coordination.store import CoordinationStore
-from pserver.transport.deadline import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Deadline
+from pserver.transport.deadline import LONGEST_BACKOFF_S, Backoff, Deadline
 from pserver.types import PushId
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class CoordinatorHost:
 
     async def _keep(self, writes: Mapping[str, bytes | None]) -> None:
         """Writes, again and again if it must be: what has happened cannot be undone."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff()
         while True:
             try:
                 await self._store.write(writes)
@@ -251,8 +251,7 @@ class CoordinatorHost:
                 if self._failure is None:
                     logger.error("the coordinator cannot keep what changes, and goes on with rounds only: %s", error)
                 self._failure = error
-            await asyncio.sleep(random.uniform(0, backoff_s))
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def register(
         self, push_id: PushId, spec: ModelSpec, *, initialised: int, replaces: int, wait_s: float

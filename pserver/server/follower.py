@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from pserver.server.memory_proof import NONCE_BYTES
 from pserver.server.shard_log import Listener, ShardLog
 from pserver.transport.changes import change_messages
 from pserver.transport.channel import Channel, Connector, unary
-from pserver.transport.deadline import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Deadline
+from pserver.transport.deadline import Backoff, Deadline
 from pserver.transport.gen import replicas_pb2 as pb
 from pserver.transport.gen import shards_pb2
 from pserver.transport.methods import REPLICAS, SHARDS, Sendable, encode
@@ -123,7 +122,7 @@ class Follower(Listener):
         return bool(self._queue) or self._num_parts_taken < self._num_parts or self._acknowledged < self._sent
 
     async def _run(self) -> None:
-        backoff_s, told = FIRST_BACKOFF_S, False
+        backoff, told = Backoff(), False
         since = Deadline(self._lease_s * UNREACHABLE_PART)
         while True:
             before = self._progress_s
@@ -138,13 +137,13 @@ class Follower(Listener):
                 last = error
             self._listening = False
             if self._progress_s > before:
-                backoff_s, since, told = FIRST_BACKOFF_S, Deadline(self._lease_s * UNREACHABLE_PART), False
+                backoff.reset()
+                since, told = Deadline(self._lease_s * UNREACHABLE_PART), False
             hopeless = not last.retryable or isinstance(last, DeadlineExceeded)
             if not told and (hopeless or not since.remaining_s()):
                 told = True
                 self._fail(str(last))
-            await asyncio.sleep(random.uniform(0, backoff_s))
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff.next_s())
 
     def _fail(self, failure: str) -> None:
         logger.warning("shard %d: its replica on %s fails: %s", self._shard.number, self.replica.server, failure)

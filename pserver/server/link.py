@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +14,7 @@ from pserver.errors import DeadlineExceeded, PserverError, ServerEnded, ServerUn
 from pserver.server.shard_host import ShardHost
 from pserver.transport.channel import Connector
 from pserver.transport.convert import command_from_proto, report_to_proto
-from pserver.transport.deadline import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, SAY_SO_AFTER_S, Deadline
+from pserver.transport.deadline import LONGEST_BACKOFF_S, SAY_SO_AFTER_S, Backoff, Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.methods import COORDINATOR
 from pserver.types import PROTOCOL_VERSION
@@ -52,7 +51,7 @@ class CoordinatorLink:
         self._find = find
         self._coordinator = "an address that is not known yet"
         self._term = 0
-        self._longest_backoff_s = LONGEST_BACKOFF_S
+        self._backoff = Backoff()
         self._hello = pb.Hello(
             name=host.name,
             address=address,
@@ -113,7 +112,7 @@ class CoordinatorLink:
             self._outgoing.put_nowait(report_to_proto(report))
 
     async def _run(self) -> None:
-        backoff_s, since = FIRST_BACKOFF_S, Deadline(JOIN_TIMEOUT_S)
+        since = Deadline(JOIN_TIMEOUT_S)
         said_so = False
         while True:
             linked = self._welcomed.is_set()
@@ -132,12 +131,12 @@ class CoordinatorLink:
                     logger.error("coordinator at %s refuses this server: %s", self._coordinator, error)
                     return
             if self._welcomed.is_set() and not linked:
-                backoff_s, since, said_so = FIRST_BACKOFF_S, Deadline(JOIN_TIMEOUT_S), False
+                self._backoff.reset()
+                since, said_so = Deadline(JOIN_TIMEOUT_S), False
             if not said_so and since.elapsed_s() > SAY_SO_AFTER_S:
                 said_so = True
                 logger.warning("not linked to the coordinator at %s, still trying: %s", self._coordinator, last)
-            await asyncio.sleep(random.uniform(0, backoff_s))
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S, self._longest_backoff_s)
+            await asyncio.sleep(self._backoff.next_s())
 
     async def _find_coordinator(self) -> str:
         found = await self._find()
@@ -180,7 +179,7 @@ class CoordinatorLink:
                         )
                     self._term = message.welcome.term
                     # A coordinator that is started again gives every server one lease to come back.
-                    self._longest_backoff_s = message.welcome.lease_s / BEATS_PER_LEASE
+                    self._backoff.longest_s = min(LONGEST_BACKOFF_S, message.welcome.lease_s / BEATS_PER_LEASE)
                     self._host.begin_lease(message.welcome.lease_s, hello_ns)
                     self._outgoing = outgoing
                     for report in await self._host.reports():

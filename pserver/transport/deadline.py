@@ -48,6 +48,26 @@ class Deadline:
         return self.timeout_s - (self._at - time.monotonic())
 
 
+class Backoff:
+    """Pauses between attempts: random up to a bound that doubles with each (full jitter), at most `longest_s`.
+
+    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
+
+    def __init__(self, longest_s: float = LONGEST_BACKOFF_S) -> None:
+        self.longest_s = longest_s
+        self.reset()
+
+    def reset(self) -> None:
+        """The next pause is short again."""
+        self._bound_s = FIRST_BACKOFF_S
+
+    def next_s(self) -> float:
+        """The next pause, in seconds."""
+        bound_s, self._bound_s = self._bound_s, min(2 * self._bound_s, self.longest_s)
+        return random.uniform(0, bound_s)
+
+
 async def retry(
     attempt: Callable[[float], Awaitable[T]],
     *,
@@ -55,9 +75,7 @@ async def retry(
     what: str,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
-    """Repeats an attempt that fails in a way that may pass, with full-jitter backoff, until the deadline.
-
-    The backoff follows https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/ (full jitter, capped).
+    """Repeats an attempt that fails in a way that may pass, with `Backoff`, until the deadline.
 
     Args:
         attempt: called with the seconds left. Must be safe to repeat.
@@ -69,7 +87,7 @@ async def retry(
         ServerUnavailable: the deadline passed; names the last failure.
         PserverError: an attempt failed in a way that repeating cannot mend.
     """
-    backoff_s = FIRST_BACKOFF_S
+    backoff = Backoff()
     said_so = False
     while True:
         try:
@@ -81,8 +99,7 @@ async def retry(
         if not said_so and deadline.elapsed_s() > SAY_SO_AFTER_S:
             said_so = True
             logger.warning("%s: still trying, for another %.0f s: %s", what, deadline.remaining_s(), last)
-        await pause(min(random.uniform(0, backoff_s), deadline.remaining_s()))
-        backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+        await pause(min(backoff.next_s(), deadline.remaining_s()))
         if not deadline.remaining_s():
             kind = ServerUnavailable if isinstance(last, ServerUnavailable) else DeadlineExceeded
             raise kind(f"{what}: gave up after {deadline.timeout_s:g} s; last failure: {last}") from None

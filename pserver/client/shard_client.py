@@ -18,7 +18,7 @@ from pserver.core.coding import Coding
 from pserver.core.messages import CommitInfo, ShardPlacement
 from pserver.core.optimizer_state import StatePiece
 from pserver.core.state_staging import StateStaging
-from pserver.errors import InternalError, SharedMemoryUnavailable
+from pserver.errors import InternalError
 from pserver.transport.channel import Channel, one, unary
 from pserver.transport.chunks import ChunkPacker
 from pserver.transport.convert import (
@@ -30,6 +30,7 @@ from pserver.transport.convert import (
 from pserver.transport.gen import shards_pb2 as pb
 from pserver.transport.methods import SHARDS, Sendable
 from pserver.transport.raw_chunks import RawChunk, encode, pieces
+from pserver.transport.same_machine import read_nonce
 from pserver.transport.state_chunks import state_messages
 from pserver.types import PushId, StepResult
 from pserver.wire.layout import STORED, Bucket, Layout
@@ -211,25 +212,14 @@ class ShardClient:
         }
         self._encoded |= {index: memory_of(future.wait().cpu()) for index, future in futures.items()}
 
-    async def find_memory(self, timeout_s: float) -> memoryview:
-        """The nonce that proves that the server is on this machine.
-
-        Raises:
-            SharedMemoryUnavailable: it is not, or shares nothing; says why.
-        """
-        reply = await unary(
-            self._channel, SHARDS["FindMemory"], pb.FindMemoryRequest(), pb.FindMemoryReply, timeout_s=timeout_s
-        )
-        if not reply.segment:
-            raise SharedMemoryUnavailable(reply.reason)
-        return map_segment(reply.segment, writable=False)
-
-    async def open_memory(self, trainer_id: int, nonce: bytes, timeout_s: float) -> None:
+    async def open_memory(self, trainer_id: int, timeout_s: float) -> None:
         """Maps the shard's values and this trainer's mailbox, to be used from now on.
 
         Raises:
-            SharedMemoryUnavailable: the server or this process lacks memory for it.
+            SharedMemoryUnavailable: the server is not on this machine, shares nothing, or it or this process lacks
+                memory for it; says why.
         """
+        nonce = await read_nonce(self._channel, timeout_s=timeout_s)
         request = pb.OpenMemoryRequest(shard=self._address, trainer_id=trainer_id, nonce=nonce)
         reply = await unary(self._channel, SHARDS["OpenMemory"], request, pb.OpenMemoryReply, timeout_s=timeout_s)
         self._mapped = MappedShard(

@@ -126,8 +126,7 @@ class Shards:
 
     async def _share_memory_of(self, shard: ShardClient, remaining_s: float, *, insist: bool) -> None:
         try:
-            nonce = await shard.find_memory(remaining_s)
-            await shard.open_memory(self._cluster.trainer_id, bytes(nonce), remaining_s)
+            await shard.open_memory(self._cluster.trainer_id, remaining_s)
         except SharedMemoryUnavailable as error:
             if insist:
                 raise SharedMemoryUnavailable(f"{shard.where}: transport is 'shm', but {error}") from None

@@ -1,10 +1,13 @@
 """The weighted mean of gradients, in a fixed order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from math import gcd
 
 import torch
+
+from pserver.wire.layout import Bucket
+from pserver.wire.tensors import element_type
 
 
 def weights_and_divisor(samples: Sequence[int]) -> tuple[list[int], int]:
@@ -49,6 +52,11 @@ def weighted_mean(
     if out is not None and total is not out:
         return out.copy_(total)
     return total
+
+
+def memory_for_means(buckets: Iterable[Bucket]) -> dict[int, torch.Tensor]:
+    """New memory for the mean gradients of buckets: 1-D, in the dtype of their masters."""
+    return {each.index: torch.empty(each.num_elements, dtype=element_type(each.dtype).master) for each in buckets}
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:

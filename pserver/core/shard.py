@@ -47,7 +47,7 @@ from pserver.core.messages import (
 )
 from pserver.core.optimizer_state import MASTER_KEY, StatePiece
 from pserver.core.optimizers import check_options, optimizer_entry
-from pserver.core.reduce import sum_of_squares
+from pserver.core.reduce import memory_for_means, sum_of_squares
 from pserver.core.staging import Pushed, Staging
 from pserver.core.stepping import BucketStepper
 from pserver.core.sync import make_policy
@@ -56,7 +56,7 @@ from pserver.core.value_store import Publication, ValueStore
 from pserver.errors import InternalError, InvalidRequest, LayoutMismatch, ModelFailed, StaleEpoch
 from pserver.types import GroupOptions, PushId, StepResult
 from pserver.wire.layout import BUFFERS, STORED, Bucket, Layout
-from pserver.wire.tensors import element_type, memory_of, to_bytes
+from pserver.wire.tensors import memory_of, to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Shard:
         self.epoch = command.epoch
         self.replicated = command.spec.replicas > 0
         self._is_replica = command.replica
-        self._reduced = reduced or _new_memory
+        self._reduced = reduced or memory_for_means
         self.layout = layout or command.spec.layout()
         self.coding = self.spec.coding(self.layout)
         self.buckets: tuple[Bucket, ...] = self.layout.part(command.runs)
@@ -836,10 +836,6 @@ def _refusal(change: StepRefused) -> Refusal:
         reason=result.reason,
         error=result.error,
     )
-
-
-def _new_memory(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
-    return {each.index: torch.empty(each.num_elements, dtype=element_type(each.dtype).master) for each in buckets}
 
 
 def _mean_of(change: RoundPrepared, bucket: Bucket) -> torch.Tensor:

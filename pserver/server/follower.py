@@ -19,15 +19,13 @@ from pserver.errors import (
     StaleEpoch,
 )
 from pserver.server.hosted_shard import HostedShard
-from pserver.server.memory_proof import NONCE_BYTES
 from pserver.server.shard_log import Listener, ShardLog
 from pserver.transport.changes import change_messages
-from pserver.transport.channel import Channel, Connector, unary
+from pserver.transport.channel import Channel, Connector
 from pserver.transport.deadline import Backoff, Deadline
 from pserver.transport.gen import replicas_pb2 as pb
-from pserver.transport.gen import shards_pb2
-from pserver.transport.methods import REPLICAS, SHARDS, Sendable, encode
-from pserver.wire.shm import map_segment
+from pserver.transport.methods import REPLICAS, Sendable, encode
+from pserver.transport.same_machine import read_nonce
 
 logger = logging.getLogger(__name__)
 
@@ -212,25 +210,13 @@ class Follower(Listener):
         request = pb.FollowRequest(shard=self._shard.address)
         self.released = None
         try:
-            request.nonce = await self._prove(channel)
+            request.nonce = await read_nonce(channel, timeout_s=ANSWER_S)
             async with self._shard.exclusive():
                 request.segment = self._log.share()
                 self.released = 0
         except SharedMemoryUnavailable as error:
             logger.info("shard %d: its replica on %s gets messages: %s", self._shard.number, self.replica.server, error)
         return request
-
-    async def _prove(self, channel: Channel) -> bytes:
-        found = await unary(
-            channel,
-            SHARDS["FindMemory"],
-            shards_pb2.FindMemoryRequest(),
-            shards_pb2.FindMemoryReply,
-            timeout_s=ANSWER_S,
-        )
-        if not found.segment:
-            raise SharedMemoryUnavailable(found.reason)
-        return bytes(map_segment(found.segment, writable=False)[:NONCE_BYTES])
 
     # What is sent
 

@@ -7,6 +7,7 @@ import torch
 
 from pserver.core.changes import Bookkeeping, BucketHeld, ContextHeld, LoggedChange, RoundApplied, RoundPrepared
 from pserver.core.messages import Applied
+from pserver.core.reduce import memory_for_means
 from pserver.core.replication import Entry, Log
 from pserver.errors import DeadlineExceeded, InvalidRequest, SharedMemoryUnavailable
 from pserver.server.changed import Changed
@@ -14,7 +15,6 @@ from pserver.server.log_memory import LogMemory
 from pserver.transport.changes import Arrived, Offsets
 from pserver.transport.deadline import Deadline
 from pserver.wire.layout import Bucket
-from pserver.wire.tensors import element_type
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,7 @@ class ShardLog:
     def reduced(self, buckets: Sequence[Bucket]) -> Mapping[int, torch.Tensor]:
         """Memory for the mean gradients of the next round. May be called on any thread that has the shard."""
         found = self._memory.take(buckets) if self._memory is not None else None
-        if found is None:
-            found = {
-                each.index: torch.empty(each.num_elements, dtype=element_type(each.dtype).master) for each in buckets
-            }
-        return found
+        return memory_for_means(buckets) if found is None else found
 
     def append(self, changes: Iterable[LoggedChange], applied: Applied | None = None) -> None:
         """Adds what has just happened, and tells the replicas; `applied`: the report of the round that was applied."""

@@ -1057,6 +1057,12 @@ def test_everything_the_coordinator_may_have_missed_is_reported_again():
     user.shard.make_ready(1)
     user.push(2, {"w": ONE}, commit=commit(1))
     user.push(2, {"w": ONE}, trainer=2)
-    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(0, 0), COMMITTED]
+    state = user.shard.state()
+    assert (state.round, state.version, state.decisions, state.plan) == (0, 0, (), None)
+    assert [(each.trainer_id, each.settled_step, each.latest) for each in state.trainers] == [(1, 0, commit(1))]
+    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(0, 0), COMMITTED, state]
     user.shard.apply(decision(1, (1, 1, 1)))
-    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(1, 1)]
+    state = user.shard.state()
+    assert (state.round, state.version, state.decisions) == (1, 1, (decision(1, (1, 1, 1)),))
+    assert [(each.trainer_id, each.settled_step, each.told_round) for each in state.trainers] == [(1, 1, 1)]
+    assert user.shard.reports() == [ShardCreated(model="m", shard=0, epoch=1), applied(1, 1), state]

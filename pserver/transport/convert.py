@@ -174,11 +174,7 @@ def commit_from_proto(message: types_pb2.Commit) -> CommitInfo:
         samples=message.samples,
         options=options_from_bytes(message.options),
         base_round=message.base_round,
-        rules=GradientRules(
-            max_norm=_optional(message, "max_norm"),
-            clip_value=_optional(message, "clip_value"),
-            nonfinite=message.nonfinite,
-        ),
+        rules=_rules_from_proto(message),
         overflow=message.overflow,
     )
 
@@ -225,12 +221,19 @@ def plan_to_proto(plan: core.Plan) -> types_pb2.Plan:
 
 
 def plan_from_proto(message: types_pb2.Plan) -> core.Plan:
-    rules = GradientRules(
-        max_norm=_optional(message.rules, "max_norm"),
-        clip_value=_optional(message.rules, "clip_value"),
-        nonfinite=message.rules.nonfinite,
+    return core.Plan(
+        plan=decision_from_proto(message.plan),
+        attempt=message.attempt,
+        rules=_rules_from_proto(message.rules),
     )
-    return core.Plan(plan=decision_from_proto(message.plan), attempt=message.attempt, rules=rules)
+
+
+def _rules_from_proto(message: types_pb2.GradientRules | types_pb2.Commit) -> GradientRules:
+    return GradientRules(
+        max_norm=_optional(message, "max_norm"),
+        clip_value=_optional(message, "clip_value"),
+        nonfinite=message.nonfinite,
+    )
 
 
 def nonfinite_to_proto(found: Iterable[NonFinite]) -> list[types_pb2.NonFinite]:
@@ -279,6 +282,25 @@ def state_chunk_from_proto(message: types_pb2.StateChunk) -> StateChunk:
     )
 
 
+# Parts of commands
+
+
+def _replicas_to_proto(replicas: Iterable[core.ReplicaAddress]) -> list[coordinator_pb2.ReplicaAddress]:
+    return [_same(coordinator_pb2.ReplicaAddress, each) for each in replicas]
+
+
+def _replicas_from_proto(messages: Iterable[coordinator_pb2.ReplicaAddress]) -> tuple[core.ReplicaAddress, ...]:
+    return tuple(_back(core.ReplicaAddress, each) for each in messages)
+
+
+def _refusal_to_proto(refusal: core.Refusal) -> coordinator_pb2.Refusal:
+    return _same(coordinator_pb2.Refusal, refusal)  # type: ignore[no-any-return]
+
+
+def _refusal_from_proto(message: coordinator_pb2.Refusal) -> core.Refusal:
+    return _back(core.Refusal, message)  # type: ignore[no-any-return]
+
+
 # The link: commands and reports whose fields are plain travel field by field
 
 _PLAIN_COMMANDS = {
@@ -291,19 +313,16 @@ _PLAIN_COMMANDS = {
     "fence_replica": core.FenceReplica,
     "heartbeat_heard": core.HeartbeatHeard,
 }
-#: Those for one shard, of which one field is a message of its own: by kind, its class and how the field goes both ways.
-_SHARD_COMMANDS: Mapping[str, tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+#: Commands of which one field is no plain value: by kind, the class, the field, and how it goes both ways.
+_COMMANDS: Mapping[str, tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "apply": (core.Apply, "decision", decision_to_proto, decision_from_proto),
     "prepare": (core.Prepare, "plan", plan_to_proto, plan_from_proto),
-    "reject": (
-        core.Reject,
-        "refusal",
-        lambda refusal: _same(coordinator_pb2.Refusal, refusal),
-        lambda message: _back(core.Refusal, message),
-    ),
-    "promote": (core.Promote, "replicas", lambda r: _replicas_to_proto(r), lambda r: _replicas_from_proto(r)),
-    "set_replicas": (core.SetReplicas, "replicas", lambda r: _replicas_to_proto(r), lambda r: _replicas_from_proto(r)),
+    "reject": (core.Reject, "refusal", _refusal_to_proto, _refusal_from_proto),
+    "promote": (core.Promote, "replicas", _replicas_to_proto, _replicas_from_proto),
+    "set_replicas": (core.SetReplicas, "replicas", _replicas_to_proto, _replicas_from_proto),
+    "living_trainers": (core.LivingTrainers, "trainer_ids", list, tuple),
 }
+_KINDS: Mapping[type, str] = {row[0]: kind for kind, row in _COMMANDS.items()}
 _PLAIN_REPORTS = {
     "shard_created": core.ShardCreated,
     "shard_initialised": core.ShardInitialised,
@@ -317,41 +336,20 @@ _PLAIN_REPORTS = {
 }
 
 
-def _replicas_to_proto(replicas: Iterable[core.ReplicaAddress]) -> list[coordinator_pb2.ReplicaAddress]:
-    return [_same(coordinator_pb2.ReplicaAddress, each) for each in replicas]
-
-
-def _replicas_from_proto(messages: Iterable[coordinator_pb2.ReplicaAddress]) -> tuple[core.ReplicaAddress, ...]:
-    return tuple(_back(core.ReplicaAddress, each) for each in messages)
-
-
 def command_to_proto(command: core.Command) -> coordinator_pb2.CoordinatorMessage:
     if isinstance(command, core.CreateShard):
         create = _same(
             coordinator_pb2.CreateShard, command, spec=spec_to_proto(command.spec), runs=_runs_to_proto(command.runs)
         )
         return coordinator_pb2.CoordinatorMessage(create_shard=create)
-    for kind, (cls, field, to_proto, _) in _SHARD_COMMANDS.items():
-        if isinstance(command, cls):
-            part_type = _PART_TYPES[kind]
-            part = _same(part_type, command, **{field: to_proto(getattr(command, field))})
-            return coordinator_pb2.CoordinatorMessage(**{kind: part})
+    if (kind := _KINDS.get(type(command))) is not None:
+        cls, field, to_proto, _ = _COMMANDS[kind]
+        part_type = getattr(coordinator_pb2, cls.__name__)
+        part = _same(part_type, command, **{field: to_proto(getattr(command, field))})
+        return coordinator_pb2.CoordinatorMessage(**{kind: part})
     message = coordinator_pb2.CoordinatorMessage()
-    if isinstance(command, core.LivingTrainers):
-        message.living_trainers.SetInParent()
-        message.living_trainers.trainer_ids.extend(command.trainer_ids)
-    else:
-        _fill(message, _PLAIN_COMMANDS, command)
+    _fill(message, _PLAIN_COMMANDS, command)
     return message
-
-
-_PART_TYPES: Mapping[str, type] = {
-    "apply": coordinator_pb2.Apply,
-    "prepare": coordinator_pb2.Prepare,
-    "reject": coordinator_pb2.Reject,
-    "promote": coordinator_pb2.Promote,
-    "set_replicas": coordinator_pb2.SetReplicas,
-}
 
 
 def command_from_proto(message: coordinator_pb2.CoordinatorMessage) -> core.Command:
@@ -361,12 +359,10 @@ def command_from_proto(message: coordinator_pb2.CoordinatorMessage) -> core.Comm
         return _back(  # type: ignore[no-any-return]
             core.CreateShard, create, spec=spec_from_proto(create.spec), runs=_runs_from_proto(create.runs)
         )
-    if kind in _SHARD_COMMANDS:
-        cls, field, _, from_proto = _SHARD_COMMANDS[kind]
+    if kind in _COMMANDS:
+        cls, field, _, from_proto = _COMMANDS[kind]
         part = getattr(message, kind)
         return _back(cls, part, **{field: from_proto(getattr(part, field))})  # type: ignore[no-any-return]
-    if kind == "living_trainers":
-        return core.LivingTrainers(trainer_ids=tuple(message.living_trainers.trainer_ids))
     command: core.Command = _read(message, _PLAIN_COMMANDS, kind)
     return command
 
@@ -415,7 +411,7 @@ def _state_to_proto(state: core.ShardState) -> coordinator_pb2.ShardState:
                 coordinator_pb2.TrainerProgress,
                 each,
                 latest=None if each.latest is None else commit_to_proto(each.latest),
-                refusal=None if each.refusal is None else _same(coordinator_pb2.Refusal, each.refusal),
+                refusal=None if each.refusal is None else _refusal_to_proto(each.refusal),
             )
             for each in state.trainers
         ],
@@ -433,7 +429,7 @@ def _state_from_proto(message: coordinator_pb2.ShardState) -> core.ShardState:
                 core.TrainerProgress,
                 each,
                 latest=commit_from_proto(each.latest) if each.HasField("latest") else None,
-                refusal=_back(core.Refusal, each.refusal) if each.HasField("refusal") else None,
+                refusal=_refusal_from_proto(each.refusal) if each.HasField("refusal") else None,
             )
             for each in message.trainers
         ),

@@ -20,6 +20,7 @@ _CASES = {
     "small": ["step-2x2", "batch-2x2"],
     "ddp": ["step-comm", "mnist-cnn", "transformer", "mnist-cnn-overlap", "transformer-overlap"],
     "scaling": ["trainers-1", "trainers-2", "servers-1", "servers-2", "size-1MB", "size-4MB", "server-rss"],
+    "replication": ["sync-step"],
 }
 
 

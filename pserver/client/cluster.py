@@ -29,6 +29,7 @@ from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.grpc_channel import GrpcChannel
 from pserver.transport.loop import LoopThread, Running
 from pserver.transport.methods import COORDINATOR
+from pserver.transport.tasks import end_tasks
 from pserver.types import PROTOCOL_VERSION, ClusterStatus
 
 logger = logging.getLogger(__name__)
@@ -388,10 +389,7 @@ class Cluster:
                 task.cancel()
 
     async def _close_channels(self) -> None:
-        background = list(self._background)
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await end_tasks(*self._background)
         channels = [*self._channels.values(), *self._coordinator_channels.values()]
         self._channels, self._coordinator_channels = {}, {}
         await asyncio.gather(*(channel.close() for channel in channels))

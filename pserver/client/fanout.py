@@ -5,6 +5,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pserver.errors import PserverError, ServerErrors
+from pserver.transport.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -28,9 +29,7 @@ async def fan_out(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
     failures: list[PserverError] = []
     for task in tasks:
         error = None if task.cancelled() else task.exception()

@@ -13,6 +13,7 @@ from pserver.transport.deadline import Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.loop import LoopThread
 from pserver.transport.methods import COORDINATOR
+from pserver.transport.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class LeaseKeeper:
         if self._task is None or self._channel is None:
             return
         lost = self._task.done()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         try:
             if not lost:
                 await self._renew()

@@ -12,6 +12,7 @@ from pserver.errors import DeadlineExceeded, PserverError, ServerUnavailable, St
 from pserver.transport.convert import placement_from_proto
 from pserver.transport.deadline import Backoff, Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
+from pserver.transport.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,7 @@ class Routing:
             raise ServerUnavailable(str(error)) from None
         finally:
             if not making.done():
-                making.cancel()
-                await asyncio.gather(making, return_exceptions=True)
+                await end_tasks(making)
 
     async def pause(self, seconds: float) -> None:
         """Sleeps, but not beyond the next change."""

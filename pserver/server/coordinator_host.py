@@ -16,6 +16,7 @@ from pserver.errors import ConfigError, DeadlineExceeded, NotLeader, StoreUnavai
 from pserver.server.changed import Changed
 from pserver.server.coordination.store import CoordinationStore
 from pserver.transport.deadline import LONGEST_BACKOFF_S, Backoff, Deadline
+from pserver.transport.tasks import end_tasks
 from pserver.types import PushId
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ class CoordinatorHost:
     async def stop(self) -> None:
         """Ends the links, and leads no longer."""
         if self._leading is not None:
-            self._leading.cancel()
-            await asyncio.gather(self._leading, return_exceptions=True)
+            await end_tasks(self._leading)
         await self._store.close()
 
     @property
@@ -168,9 +168,7 @@ class CoordinatorHost:
         except NotLeader as error:
             logger.error("server %s is the coordinator no longer: %s", self._settings.name, error)
         finally:
-            for task in working:
-                task.cancel()
-            await asyncio.gather(*working, return_exceptions=True)
+            await end_tasks(*working)
 
     async def _until_deposed(self) -> None:
         raise NotLeader(await self._store.deposed())

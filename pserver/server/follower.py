@@ -26,6 +26,7 @@ from pserver.transport.deadline import Backoff, Deadline
 from pserver.transport.gen import replicas_pb2 as pb
 from pserver.transport.methods import REPLICAS, Sendable, encode
 from pserver.transport.same_machine import read_nonce
+from pserver.transport.tasks import end_tasks, next_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class Follower(Listener):
             DeadlineExceeded: the replica owes one, and has been silent for too long.
         """
         silent_s = self._lease_s * SILENT_PART
-        coming: asyncio.Future[pb.FollowReply | None] = asyncio.ensure_future(_next_or_none(replies))
+        coming: asyncio.Future[pb.FollowReply | None] = asyncio.ensure_future(next_or_none(replies))
         try:
             while not (await asyncio.wait((coming,), timeout=silent_s / 4))[0]:
                 if self._is_behind and time.monotonic() - self._progress_s > silent_s:
@@ -187,8 +188,7 @@ class Follower(Listener):
             return coming.result()
         finally:
             if not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+                await end_tasks(coming)
 
     def _take(self, reply: pb.FollowReply, started: "asyncio.Future[int]") -> None:
         self._progress_s = time.monotonic()
@@ -325,7 +325,3 @@ class Follower(Listener):
             else:
                 for message in item:
                     yield message
-
-
-async def _next_or_none(replies: AsyncIterator[pb.FollowReply]) -> pb.FollowReply | None:
-    return await anext(replies, None)

@@ -17,6 +17,7 @@ from pserver.transport.convert import command_from_proto, report_to_proto
 from pserver.transport.deadline import LONGEST_BACKOFF_S, SAY_SO_AFTER_S, Backoff, Deadline
 from pserver.transport.gen import coordinator_pb2 as pb
 from pserver.transport.methods import COORDINATOR
+from pserver.transport.tasks import end_tasks
 from pserver.types import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,7 @@ class CoordinatorLink:
                         return
             linking.result()
         finally:
-            linking.cancel()
-            await asyncio.gather(linking, return_exceptions=True)
+            await end_tasks(linking)
 
     async def _link_once(self, coordinator: str) -> None:
         channel = self._connect(coordinator)

@@ -12,6 +12,7 @@ from pserver.transport.deadline import Deadline
 from pserver.transport.methods import Handler, Method, Sendable, encode, replies_of
 from pserver.transport.raw_chunks import decode as decode_message
 from pserver.transport.status import from_wire, to_wire
+from pserver.transport.tasks import end_tasks, next_or_none
 
 
 class InProcessNetwork:
@@ -84,7 +85,7 @@ class InProcessChannel:
         broken: tuple[asyncio.Future[None], ...],
         method: Method,
     ) -> Sendable | None:
-        coming = asyncio.ensure_future(_next_or_none(replies))
+        coming = asyncio.ensure_future(next_or_none(replies))
         try:
             waiting: list[asyncio.Future[Any]] = [coming, *broken]
             await asyncio.wait(waiting, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -96,8 +97,7 @@ class InProcessChannel:
             raise InternalError(f"{method.path} failed with {type(error).__name__}: {error}") from error
         finally:
             if not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+                await end_tasks(coming)
         if any(each.done() for each in broken):
             raise ServerUnavailable(f"server at {self._address}: the connection was closed during a call")
         raise DeadlineExceeded(
@@ -130,10 +130,6 @@ class _Calls:
 class _Served:
     handlers: Mapping[str, tuple[Method, Handler]]
     calls: _Calls = field(default_factory=_Calls)
-
-
-async def _next_or_none(replies: AsyncGenerator[Sendable, None]) -> Sendable | None:
-    return await anext(replies, None)
 
 
 async def _encoded(requests: AsyncIterable[Sendable]) -> AsyncIterator[bytes]:

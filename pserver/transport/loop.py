@@ -8,6 +8,7 @@ from contextvars import Context
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from pserver.errors import InternalError, ServerUnavailable
+from pserver.transport.tasks import end_tasks
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -119,7 +120,5 @@ class LoopThread:
 
     async def _cancel_all(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await end_tasks(*others)
         await self._loop.shutdown_asyncgens()

@@ -15,6 +15,7 @@ from pserver.config import EtcdAddress
 from pserver.errors import ConfigError, NotLeader, PserverError, StoreUnavailable
 from pserver.server.coordination.etcd_messages import Json, Keys, decoded
 from pserver.server.coordination.leadership import Leadership, check_may_lead, lasting, some
+from pserver.transport.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,7 @@ class EtcdStore:
         if self._leadership is not None:
             self._leadership.end("this coordinator gave it up")
         if self._extending is not None:
-            self._extending.cancel()
-            await asyncio.gather(self._extending, return_exceptions=True)
+            await end_tasks(self._extending)
             self._extending = None
             await self._revoke(self._lease)
         self._etcd.close()

@@ -149,10 +149,6 @@ class ContextTable:
         if context.commit is not None:
             self._committed[context.trainer_id, context.commit.step] = context
 
-    def uncommitted(self) -> list[GradientContext]:
-        """Contexts that are not complete."""
-        return [each for each in self if each.commit is None]
-
     def __iter__(self) -> Iterator[GradientContext]:
         return iter(self._contexts.values())
 

@@ -150,7 +150,8 @@ def state_of(shard):
             {index: to_bytes(values) for index, values in each.buckets.items()},
             set(each.absent or ()),
         )
-        for each in shard._contexts.uncommitted()
+        for each in shard._contexts
+        if each.commit is None
     }
     pieces = {
         bucket.index: [
@@ -229,7 +230,7 @@ def test_a_copy_remembers_what_came_of_steps_and_contexts(pair):
     told = copy.outcome(refused)
     assert isinstance(told, StepResult)
     assert (told.accepted, told.reason) == (False, "late")
-    assert [each.context_id for each in copy._contexts.uncommitted()] == [50]
+    assert [each.context_id for each in copy._contexts if each.commit is None] == [50]
 
 
 def test_commits_that_wait_are_not_among_what_a_copy_hears(pair):
@@ -553,7 +554,7 @@ def test_a_promoted_copy_drops_what_trainers_have_left_who_ended_meanwhile(pair)
     pair.push(2, context=60, committed=False)
     copy = pair.copy()
     user, _ = promote(copy, living=(1,))
-    assert [each.context_id for each in copy._contexts.uncommitted()] == [50]
+    assert [each.context_id for each in copy._contexts if each.commit is None] == [50]
     assert {trainer for trainer, *_ in copy._outcomes.trainers()} == {1}
     assert TrainerGone(trainer_id=2) in copy.take_changes()  # its own replicas hear of it
     with pytest.raises(InvalidRequest, match="ready and trained"):

@@ -155,7 +155,7 @@ class Join:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
     push_id: PushId
-    initialised: bool
+    initialised: int
     replaces: int
 
 
@@ -1236,12 +1236,12 @@ class SimTrainer:
             yield from self._coordinator(Leave(push_id=push_id))
 
     def _take_part(self, replaces: int) -> Generator[Ask, Any, None]:
-        initialised = False
+        initialised = 0
         while (yield from self._register(initialised, replaces)):
             values = form_of(self.version).pack(initial_values(self.number, self.version))
             with self._push_ids.one() as push_id:
                 yield from self._every_shard(Initialise(push_id=push_id, values=values))
-            initialised = True
+            initialised = self.epoch
         with self._push_ids.one() as push_id:
             attachment = yield from self._coordinator(Attach(push_id=push_id, epoch=self.epoch))
         yield from self._receive((yield from self._every_shard(Pull(min_round=attachment.round))))
@@ -1249,7 +1249,7 @@ class SimTrainer:
         assert self._base_round >= attachment.round
         assert self._base_round == attachment.round or self._setup.policy != Bsp()
 
-    def _register(self, initialised: bool, replaces: int) -> Generator[Ask, Any, bool]:
+    def _register(self, initialised: int, replaces: int) -> Generator[Ask, Any, bool]:
         with self._push_ids.one() as push_id:
             call = Register(push_id=push_id, initialised=initialised, replaces=replaces)
             registration = yield from self._coordinator(call)

@@ -622,7 +622,7 @@ def test_a_model_goes_on_with_another_description_once_every_attached_trainer_as
     registration = give_up(cluster, first)
     assert (registration.initialise, registration.epoch) == (True, 2)
     cluster.shards_initialised(first, epoch=2)
-    assert not give_up(cluster, first, initialised=True).initialise
+    assert not give_up(cluster, first, initialised=2).initialise
     assert not give_up(cluster, second).initialise
     assert cluster.told()["s0"] == [ModelReady(model="m", shard=0, epoch=2, initialiser=first)]
     for trainer in (first, second):

@@ -1105,6 +1105,7 @@ def test_a_promoted_replica_that_is_behind_is_told_again_what_the_lost_primary_h
         prepare_next(book, 10, step=step)
         decisions.append(decide(book))
         book.applied(0, step)
+    book.applied(1, 1)
     plan = prepare_next(book, 10, step=3, shards=[])
     book.shard_lost(1)
     promote(book, 1, 1, 2)
@@ -1114,6 +1115,18 @@ def test_a_promoted_replica_that_is_behind_is_told_again_what_the_lost_primary_h
     (again,) = book.advance(0.0)
     assert (again.plan.round, again.attempt) == (plan.plan.round, plan.attempt + 1)
     assert book.outstanding(1) == [*decisions[1:], again]
+
+
+def test_decisions_are_kept_for_replicas_that_lack_what_the_promoted_one_has():
+    book = replicated_book(10)
+    prepare_next(book, 10, step=1)
+    decision = decide(book)
+    book.applied(0, 1)
+    book.shard_lost(1)
+    promote(book, 1, 1, 0)
+    assert book.outstanding(1) == [decision]
+    book.applied(1, 1)
+    assert book.outstanding(1) == []
 
 
 def test_a_shard_that_is_lost_while_nothing_is_under_way_changes_nothing():
